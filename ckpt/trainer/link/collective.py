@@ -119,12 +119,11 @@ class TorchGroup:
 
 
 def _missing_ranks_text(missing: list[int], world: int) -> str:
+    named = shorten_names([str(rank) for rank in missing])
     return (
         f"ckpt: {MISSING_RANKS_S:g} s after this rank, {len(missing)} of the {world} ranks have not entered "
-        "ckpt.Checkpointer: "
-        f"{shorten_names([str(rank) for rank in missing])}. They are waited for, {ENTER_TIMEOUT_S / 60:g} minutes at "
-        "most: look "
-        "whether they run, and what they said last. All ranks have to enter the block, not only the first"
+        f"ckpt.Checkpointer: {named}. They are waited for, {ENTER_TIMEOUT_S / 60:g} minutes at most: look whether they "
+        "run, and what they said last. All ranks have to enter the block, not only the first"
     )
 
 

@@ -113,11 +113,11 @@ def _adapter_names(module: nn.Module, adapter: str) -> tuple[list[str], list[lis
     wanted: dict[str, Any] = sys.modules["peft"].get_peft_model_state_dict(
         module, state_dict=dict(given), adapter_name=adapter, save_embedding_layers=False
     )
-    patterns = [[pattern.format(re.escape(adapter)), new] for pattern, new in ADAPTER_NAMES]
+    patterns = [(pattern.format(re.escape(adapter)), new) for pattern, new in ADAPTER_NAMES]
     found = {}
     for name in given:
         short = name
-        for pattern, new in compile_names([(pattern, new) for pattern, new in patterns]):
+        for pattern, new in compile_names(patterns):
             short = pattern.sub(new, short)
         if short in wanted and wanted[short] is given[name]:
             found[name] = short
@@ -127,7 +127,7 @@ def _adapter_names(module: nn.Module, adapter: str) -> tuple[list[str], list[lis
             f"ckpt.Export cannot write the adapter of a {kind}: PEFT makes its tensors only when it saves. Leave "
             "export= out, and call save_pretrained() after training"
         )
-    used = [each for each in patterns if any(re.search(each[0], name) for name in found)]
+    used = [[*each] for each in patterns if any(re.search(each[0], name) for name in found)]
     return list(found), used
 
 

@@ -22,18 +22,12 @@ from ckpt.trainer.state import value_trees
 
 INTEGRATIONS = "ckpt.integrations."
 ACCELERATOR = "accelerate.accelerator"
+LIGHTNING = "a Lightning Trainer", "fit_loop", "ckpt.integrations.lightning.Checkpoint(url)", "lightning"
+HUGGING_FACE = "a transformers Trainer", "global_step", "ckpt.integrations.hf.Callback(url)", "huggingface"
 TRAINERS = (
-    (
-        "transformers.trainer",
-        "a transformers Trainer",
-        "global_step",
-        "ckpt.integrations.hf.Callback(url)",
-        "huggingface",
-    ),
-    *(
-        (module, "a Lightning Trainer", "fit_loop", "ckpt.integrations.lightning.Checkpoint(url)", "lightning")
-        for module in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
-    ),
+    ("transformers.trainer", *HUGGING_FACE),
+    ("lightning.pytorch.trainer.trainer", *LIGHTNING),
+    ("pytorch_lightning.trainer.trainer", *LIGHTNING),
 )
 
 
@@ -91,22 +85,19 @@ def _read_locals(frame: FrameType) -> Mapping[str, Any]:
     return found
 
 
-def _class(module: str, name: str) -> type | None:
+def _class(module: str, name: str) -> type | tuple[()]:
+    """The class, if its module is imported; else no class."""
     found = getattr(sys.modules.get(module), name, None)
-    return found if isinstance(found, type) else None
+    return found if isinstance(found, type) else ()
 
 
-def _find_self(frames: Sequence[Mapping[str, Any]], kind: type | None) -> Any:
+def _find_self(frames: Sequence[Mapping[str, Any]], kind: type | tuple[()]) -> Any:
     """The object of this kind whose method is running."""
-    if kind is None:
-        return None
     return next((each for local in frames if isinstance(each := local.get("self"), kind)), None)
 
 
-def _find_accelerator(frames: Sequence[Mapping[str, Any]], kind: type | None) -> Any:
+def _find_accelerator(frames: Sequence[Mapping[str, Any]], kind: type | tuple[()]) -> Any:
     """The accelerator that a running function has, or the object whose method it is."""
-    if kind is None:
-        return None
     for local in frames:
         held = [*local.values(), *getattr(local.get("self"), "__dict__", {}).values()]
         if (found := next((each for each in held if isinstance(each, kind)), None)) is not None:
@@ -119,12 +110,8 @@ def _find_missing(accelerator: Any, held: list[Any]) -> list[str]:
     be those of evaluations."""
     known = {id(each) for each in held}
     found: dict[str, list[bool]] = {}
-    for kind, inner in (
-        ("model", "module"),
-        ("optimizer", "optimizer"),
-        ("scheduler", "scheduler"),
-        ("custom_object", ""),
-    ):
+    wrapped = {"model": "module", "optimizer": "optimizer", "scheduler": "scheduler", "custom_object": ""}
+    for kind, inner in wrapped.items():
         prepared = getattr(accelerator, f"_{kind}s", ())
         found[kind] = [id(each) in known or id(getattr(each, inner, None)) in known for each in prepared]
     if not any(found["model"]):

@@ -55,11 +55,11 @@ class Gradients:
             or self._has_manual_updates()
         ):
             return ""
+        steps = format_count(step - self.last_update_step, "step")
         return (
-            f"the gradients of {format_count(step - self.last_update_step, 'step')} wait for an optimizer's update, "
-            "and gradients are "
-            "not saved: a restart from there would lose them. Make each step one update: call ck.step() only after "
-            "optimizer.step(), or draw all micro-batches in one iteration of ck.steps()"
+            f"the gradients of {steps} wait for an optimizer's update, and gradients are not saved: a restart from "
+            "there would lose them. Make each step one update: call ck.step() only after optimizer.step(), or draw all "
+            "micro-batches in one iteration of ck.steps()"
         )
 
     def _params(self) -> Iterator[torch.Tensor]:

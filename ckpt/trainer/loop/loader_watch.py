@@ -57,9 +57,7 @@ class LoaderWatch:
         self._watched_loaders: list[_WatchedLoader] = []
         self._epoch_counters = EpochCounters(state)
         with self._end_on_error():
-            self._early_iterators = [
-                early for node in self._nodes() if (early := _EarlyIterator.find(node)) is not None
-            ]
+            self._early_iterators = [*filter(None, map(_EarlyIterator.find, self._nodes()))]
 
     def begin_watch(self, is_told: bool) -> None:
         """The state is restored. `is_told`: this rank emits the findings."""
@@ -117,37 +115,29 @@ class LoaderWatch:
                 )
                 return
         for each in self._watched_loaders:
-            if (
-                self._step_count <= LAST_STEP
-                and each.check_moved(self._step_count)
-                and loaders.is_stateless(each.loader)
-            ):
+            is_early = self._step_count <= LAST_STEP
+            if is_early and each.check_moved(self._step_count) and loaders.is_stateless(each.loader):
                 # After a restart this loader counts its batches twice.
                 each.draw_counts = None
                 self._emit("loader.inexact", f"{each.path}: {loaders.STATELESS}", loader=each.path)
             if ahead := each.count_ahead():
+                drawn = f"{ahead} more batches were drawn than the steps take ({each.usual_draws} each)"
                 self._emit(
                     "loader.ahead",
-                    f"{each.path}: {ahead} more batches were drawn than the steps take ({each.usual_draws} each). If "
-                    "these "
-                    "batches wait for their steps, a restart skips them. Put ck.steps(n) first in zip(). If something "
-                    f"prefetches, let it count what it hands out, and register it instead of the loader {GUIDE}",
+                    f"{each.path}: {drawn}. If these batches wait for their steps, a restart skips them. Put "
+                    "ck.steps(n) first in zip(). If something prefetches, let it count what it hands out, and register "
+                    f"it instead of the loader {GUIDE}",
                     loader=each.path,
                     batches=ahead,
                 )
-        if (
-            self._step_count == LAST_STEP
-            and self._watched_loaders
-            and not any(each.has_moved for each in self._watched_loaders)
-        ):
+        paths = [each.path for each in self._watched_loaders]
+        if self._step_count == LAST_STEP and paths and not any(each.has_moved for each in self._watched_loaders):
             self._early_iterators = []
             self._emit(
                 "loader.not_moving",
-                f"{shorten_names([each.path for each in self._watched_loaders])}: {LAST_STEP} steps have ended, and "
-                "the position has not "
-                "moved: every restart draws the same batches again. Make the iterator in the block, from the loader "
-                f"in the state {GUIDE}",
-                loaders=[each.path for each in self._watched_loaders],
+                f"{shorten_names(paths)}: {LAST_STEP} steps have ended, and the position has not moved: every restart "
+                f"draws the same batches again. Make the iterator in the block, from the loader in the state {GUIDE}",
+                loaders=paths,
             )
 
     def _report_repeated_epoch(self, name: str) -> None:

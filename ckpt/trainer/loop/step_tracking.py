@@ -65,9 +65,8 @@ class StepTracking:
         self._state = state
         self._walk = walk
         self._events = events
-        self._has_reported_torn = self._has_reported_foreign = self._has_reported_waiting = (
-            self._has_reported_swapped
-        ) = False
+        self._reported_events: set[str] = set()
+        self._has_judged_foreign = False
         # Weak references: what has left the state is freed, even if no optimizer steps any more.
         self._adopted_walk: ref[Walk] | None = None
         self._adopted_parts: list[ref[Optimizer | nn.Module]] = []
@@ -121,12 +120,17 @@ class StepTracking:
         return ""
 
     def report_torn(self) -> str:
-        """`torn`, which an event reports once."""
+        """`torn_reason`, which an event reports once."""
         torn = self.torn_reason
-        if torn and not self._has_reported_torn:
-            self._has_reported_torn = True
-            self._events.emit("optimizer.interrupted", f"ckpt: {torn}", loud=True)
+        if torn:
+            self._emit("optimizer.interrupted", torn)
         return torn
+
+    def _emit(self, name: str, text: str) -> None:
+        """Emits the event, as a warning, once."""
+        if name not in self._reported_events:
+            self._reported_events.add(name)
+            self._events.emit(name, f"ckpt: {text}", loud=True)
 
     def note_step_end(self, step: int) -> None:
         """Notes that `step` ends, with an update or without one."""
@@ -145,10 +149,9 @@ class StepTracking:
     def report_waiting_gradients(self, step: int) -> str:
         """`Gradients.waiting_reason` at the end of `step`, the last one; an event reports it once."""
         why = self.gradients.waiting_reason(step)
-        if why and not self._has_reported_waiting:
-            self._has_reported_waiting = True
-            text = f"ckpt: a snapshot due at step {step} waits for the next step with an update: {why}"
-            self._events.emit("gradients.waiting", text, loud=True)
+        if why:
+            text = f"a snapshot due at step {step} waits for the next step with an update: {why}"
+            self._emit("gradients.waiting", text)
         return why
 
     def report_swapped_weights(self, step: int) -> str:
@@ -163,9 +166,7 @@ class StepTracking:
             "swapped in for an evaluation. The newest earlier snapshot counts. Swap back before ck.poll() or "
             "ck.save(). Make a change that is to stay before ck.step()"
         )
-        if not self._has_reported_swapped:
-            self._has_reported_swapped = True
-            self._events.emit("weights.swapped", f"ckpt: no snapshot is taken now: {why}", loud=True)
+        self._emit("weights.swapped", f"no snapshot is taken now: {why}")
         return why
 
     def report_foreign_optimizer(self, others: Iterable[StepTracking]) -> None:
@@ -177,16 +178,16 @@ class StepTracking:
         everyone = [self, *others]
         if optimizer is None or any(each._is_counted(optimizer) for each in everyone):
             return
-        self._has_reported_foreign = True
+        self._has_judged_foreign = True
         if id(optimizer) in find_saved(each._walk() for each in everyone):
             return
         if any(isinstance(node, OptimizerNode) for node in self._walk().scan.nodes):
             text = (
-                "ckpt: the loop trains what is not in the state. The only optimizer that has stepped is not in the "
-                "state, and trains nothing in it. What it trains is not saved. Give the Checkpointer the model and the "
+                "the loop trains what is not in the state. The only optimizer that has stepped is not in the state, "
+                "and trains nothing in it. What it trains is not saved. Give the Checkpointer the model and the "
                 "optimizer that the loop uses. If the script has made new ones since, assign them in ck.state"
             )
-            self._events.emit("optimizer.not_registered", text, loud=True)
+            self._emit("optimizer.not_registered", text)
 
     def _install_last_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The first hook of a step. It makes `_on_step_begin` the last hook."""
@@ -209,7 +210,7 @@ class StepTracking:
                 del self._running_steps[at]
                 self.unregistered.note_step(optimizer)
                 return
-        self.foreign_optimizer = optimizer if self.has_manual_updates and not self._has_reported_foreign else None
+        self.foreign_optimizer = optimizer if self.has_manual_updates and not self._has_judged_foreign else None
 
     def _is_counted(self, optimizer: Optimizer) -> bool:
         if self._adopted_walk is None or self._adopted_walk() is not self._walk():
