@@ -218,7 +218,7 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
 def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be appointed at once when it is warm, and again when what was in it is not needed."""
     found: list[tuple[str, bool]] = []
-    notify = Link._notify
+    notify = Link.notify
 
     def looking(link: Link, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         if kind in ("arena-warm", "snapshot-staged"):
@@ -227,7 +227,7 @@ def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, mon
             slot.release(link)
         notify(link, kind, fields, blobs)
 
-    monkeypatch.setattr(Link, "_notify", looking)
+    monkeypatch.setattr(Link, "notify", looking)
     with ckpt.Checkpointer(tmp_path, {"a": torch.ones(64)}, policy=ckpt.Every(steps=10**6)) as ck:
         for _ in ck.steps(1):
             ck.step()
@@ -311,7 +311,7 @@ def test_the_stall_that_is_reported_is_all_that_training_stood_still_for(
             ck.step()
         ck.save().wait("store", timeout_s=60)
         saver, told = ck._parts.saver, []
-        monkeypatch.setattr(Link, "report", lambda link, kind, fields: told.append((kind, fields)))
+        monkeypatch.setattr(Link, "notify", lambda link, kind, fields: told.append((kind, fields)))
         walk = saver.walker.walk
 
         def slow() -> Any:

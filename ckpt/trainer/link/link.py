@@ -87,7 +87,7 @@ class Link:
     control_words: memoryview = _NOTHING_APPOINTED
     superseded_by: str | None = None
     end_order: EndOrder | None = None
-    on_end: Callable[[EndOrder], None] = lambda end: None
+    # A deadline came, maybe with an `end_order`.
     on_deadline: Callable[[float], None] = lambda by_s: None
     on_late: Callable[[int, int], None] = lambda attempt, step: None  # see Saver.late
     slots: Slots = field(init=False)
@@ -105,10 +105,7 @@ class Link:
     _awaited_version: tuple[Version, str] | None = None  # the version that somebody waits for in the store, and why
     _unsavable: dict[str, str] | None = None  # the newest save that this rank cannot do, or has given up
     _last_boundary: tuple[int, int, list[int]] = (0, 0, [])  # the last boundary, and the control words seen there
-    _standing_notices: tuple[float, list[dict[str, Any]]] = (
-        0.0,
-        [],
-    )  # when the notices below were told, and the notices
+    _standing_notices: tuple[float, list[dict[str, Any]]] = (0.0, [])  # when they were told, and the notices
     _leave_attempt: int = 0  # the save attempt after which an agent that has died told the ranks to leave
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _is_closed: bool = False
@@ -118,7 +115,7 @@ class Link:
     def __post_init__(
         self, bind: Callable[[int, Plan, memoryview], None], unbind: Callable[[int, memoryview], None]
     ) -> None:
-        self.slots = Slots(self.events, self.tasks, bind, unbind, self._notify)
+        self.slots = Slots(self.events, self.tasks, bind, unbind, self.notify)
 
     # -- entering
 
@@ -135,16 +132,6 @@ class Link:
             state = "it could not be started again" if self._has_given_up else "it is being started again"
             raise AgentError(f"there is no agent at present; {state}")
         return self._connection
-
-    @property
-    def agent(self) -> str:
-        """The incarnation of the connected agent. Errors: AgentError."""
-        return self.connection.incarnation
-
-    @property
-    def known_secret(self) -> list[Any] | None:
-        """What the agent knows of earlier starts on several nodes: the newest epoch, and the run's secret."""
-        return self.connection.known_secret
 
     def listen(self, secret: bytes) -> dict[str, Any]:
         """Has the agent take part in a job of several nodes. Returns this node: its name, addresses, failure domains,
@@ -201,7 +188,7 @@ class Link:
         self._use_control_page(ControlPage(answer.fds.pop()))
         self._publish_position()
         if self._unsavable is not None:
-            self._notify("unsavable", self._unsavable)
+            self.notify("unsavable", self._unsavable)
 
     def _use_control_page(self, page: ControlPage) -> None:
         with self._lock:
@@ -276,22 +263,14 @@ class Link:
         """Tells the agent of another structure, or other replicas. No slot is warm for it until the agent has divided
         it."""
         self.slots.offer(offer)
-        self._notify(
-            "layout",
-            {"version": str(offer.version), "values_bytes": offer.values_bytes},
-            blobs=[encode_layout(offer.layout), offer.hashes],
-        )
-
-    def report(self, kind: str, fields: dict[str, Any]) -> None:
-        """Sends `snapshot-staged` or `snapshot-missed`. If the agent dies the message is lost, and the next agent
-        counts the version as missed."""
-        self._notify(kind, fields)
+        told = {"version": str(offer.version), "values_bytes": offer.values_bytes}
+        self.notify("layout", told, blobs=[encode_layout(offer.layout), offer.hashes])
 
     def report_unsavable(self, version: Version, why: str) -> None:
         """Says that this rank does not come to that save, or has stopped waiting for it: the other ranks must not wait
         for it. A later agent is told as well."""
         self._unsavable = {"version": str(version), "why": why[:1000]}
-        self._notify("unsavable", self._unsavable)
+        self.notify("unsavable", self._unsavable)
 
     def request(
         self, kind: str, fields: dict[str, Any], timeout_s: float | None, blobs: Sequence[bytes] = ()
@@ -336,19 +315,17 @@ class Link:
 
     def has_leave_verdict(self, attempt: int) -> bool:
         """Whether the agent, dead or alive, has decided that the ranks leave after that save attempt."""
-        with self._lock:
-            return attempt in (
-                self._leave_attempt,
-                self._control_page.leave_attempt() if self._control_page is not None else 0,
-            )
+        return attempt == self._decided_attempt
 
     def announce_wait(self, version: Version, why: str) -> None:
         """Tells the agent that somebody waits for that version to reach the store. It is a hint, repeated to the next
         agent. `why`: as for `Saver.save`."""
         self._awaited_version = version, why
-        self._notify("require-commit", {"version": str(version), "why": why})
+        self.notify("require-commit", {"version": str(version), "why": why})
 
-    def _notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
+    def notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
+        """Sends a message. If the agent dies the message is lost. The next agent counts a version as missed of which
+        `snapshot-staged` and `snapshot-missed` were lost."""
         connection = self._connection
         if connection is not None:
             # `_on_lost` handles the loss of the agent.
@@ -372,21 +349,18 @@ class Link:
             self.slots.on_close_arena(message)
         elif message.kind == "checkpoint-level":
             self._failed_restarts = self._failed_restarts if fields.get("repeated") else 0
-            self.levels.record(
-                Version.parse(fields["version"]), fields["level"], bool(fields["ok"]), str(fields.get("message", ""))
-            )
+            version, text = Version.parse(fields["version"]), str(fields.get("message", ""))
+            self.levels.record(version, fields["level"], bool(fields["ok"]), text)
         elif message.kind == "superseded":
             self.superseded_by = str(fields.get("by", "a newer start"))
             self.levels.fail_all(f"a newer start owns the run now: {self.superseded_by}")
         elif message.kind == "standing-notices":
             self._standing_notices = time.monotonic(), list(fields["notices"])
-        elif message.kind == "end-process":
-            self.end_order = EndOrder(
-                str(fields["why"]), bool(fields["wait_for_saves"]), float(fields["leave_deadline_s"])
-            )
-            self.on_end(self.end_order)
-        elif message.kind == "leave-deadline":
-            self.on_deadline(float(fields["leave_deadline_s"]))
+        elif message.kind in ("end-process", "leave-deadline"):
+            by_s = float(fields["leave_deadline_s"])
+            if message.kind == "end-process":
+                self.end_order = EndOrder(str(fields["why"]), bool(fields["wait_for_saves"]), by_s)
+            self.on_deadline(by_s)
         elif message.kind == "hold-awaited":
             self._on_hold_awaited(int(fields["word"]))
         elif message.kind == "recovered-versions":

@@ -346,7 +346,7 @@ class Saver:
         the newest such step, and the number of steps from one to the next."""
         self.receipt.missed_snapshots += 1
         about = {"attempt": attempt, "version": str(version), "why": why[:500]}
-        self.link.report("snapshot-missed", about if updates is None else {**about, "updates": updates})
+        self.link.notify("snapshot-missed", about if updates is None else {**about, "updates": updates})
 
     def note_boundary(self, step: int) -> None:
         """Notes that `step` has ended: copies that ran under the step are checked and finished. Errors: UsageError if
@@ -514,7 +514,7 @@ class Saver:
             values_bytes = len(filling.shared) + len(filling.own) + len(filling.about)
             self.receipt.staged_bytes += filling.plan.staging.data_bytes + values_bytes
             self._replica_tally.note_declaration(filling.plan.declaration)
-        self.link.report(
+        self.link.notify(
             "snapshot-staged",
             {
                 "attempt": filling.attempt_number,

@@ -47,9 +47,8 @@ class Shutdown:
         self._settings = settings
         self._restart_follows = settings.restarts_left > 0
         self._signals: Signals | None = None
-        self._signal_deadlines: dict[
-            str, float
-        ] = {}  # the deadline of each signal that came, by its name, on the monotonic clock
+        # The deadline of each signal that came, by its name, on the monotonic clock.
+        self._signal_deadlines: dict[str, float] = {}
         self._stop_listening = Flag()  # ends only the listening; other threads of `tasks` may still be needed
         self._changed = Condition()
         self._is_running = False  # whether the thread of `_watch_deadline` exists
@@ -60,7 +59,6 @@ class Shutdown:
 
     def start_listening(self) -> None:
         """Starts to listen for signals (unless notices are off), and for what the agent says of the end."""
-        self._link.on_end = self._on_end
         self._link.on_deadline = self._on_deadline
         if self._settings.notices == "off":
             return
@@ -236,14 +234,9 @@ class Shutdown:
     def _on_repeat(self, number: signal.Signals) -> None:
         _end_process(f"{number.name} came again")
 
-    def _on_end(self, end: EndOrder) -> None:
-        """The agent says that no boundary can be expected. Runs on the thread that reads the socket."""
-        self._advance_deadline(end.deadline_s)
-        self._wake_thread()
-
     def _on_deadline(self, by_s: float) -> None:
-        """The agent gives a deadline. Runs on the thread that reads the socket. The training thread may already be in a
-        longer wait."""
+        """The agent gives a deadline, or says that no boundary can be expected. Runs on the thread that reads the
+        socket. The training thread may already be in a longer wait."""
         self._advance_deadline(by_s)
         self._wake_thread()
 
