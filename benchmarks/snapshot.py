@@ -136,7 +136,7 @@ def lazy(total_bytes: int, threads: int, rounds: int, eager_s: float) -> list[Ro
             loop(True)
         stalls.clear()
         with_s, without_s = in_turns(rounds, lambda: loop(True), lambda: loop(False))
-        assert one.snapshotter.proven()
+        assert one.snapshotter.trust.proven()
     stall_s, lost_s = statistics.median(stalls), with_s - without_s
     share = stall_s / eager_s
     return [

@@ -31,12 +31,12 @@ from ckpt.storage.names import redact_url
 from ckpt.threads import Tasks, run_cleanups
 from ckpt.trainer.link.export_plan import plan_export
 from ckpt.trainer.link.levels import Level
-from ckpt.trainer.link.options import UserOptions, advise_interval, find_init, find_url, make_options
+from ckpt.trainer.link.options import UserOptions, advise_interval, check_metrics, find_init, find_url, make_options
 from ckpt.trainer.loop import calling_framework, entry
 from ckpt.trainer.loop.due_saves import DueSaves
 from ckpt.trainer.loop.loader_watch import LoaderWatch
 from ckpt.trainer.loop.run_report import RunReport
-from ckpt.trainer.loop.saver import Saver, check_metrics
+from ckpt.trainer.loop.saver import Saver
 from ckpt.trainer.loop.shutdown import Shutdown
 from ckpt.trainer.loop.step_tracking import StepTracking
 from ckpt.trainer.loop.steps import Appointments, Steps, as_whole_number
@@ -292,7 +292,7 @@ class Checkpointer:
         registered, in the body of a step of ck.steps() that has not ended. Errors: UsageError; Leave (a SystemExit) if
         the job has to leave."""
         parts = self._parts
-        parts.saver.poll()
+        parts.saver.snapshotter.poll()
         parts.steps.begin_version()
         parts.step_tracking.note_poll()
         parts.appointments.serve_due()
@@ -305,7 +305,7 @@ class Checkpointer:
         optimizer.step()) in the middle of a step. If no optimizer has ever stepped, a step of ck.steps() that a break
         leaves after the fence counts as ended, as after an update."""
         parts = self._parts
-        parts.saver.fence()
+        parts.saver.snapshotter.fence()
         parts.step_tracking.is_fenced = True
 
     @contextlib.contextmanager
@@ -322,7 +322,7 @@ class Checkpointer:
             raise UsageError("ck.swapped() inside ck.swapped(): leave the first one before")
         held = [node.value for node in saver.walk.scan.nodes if isinstance(node, ModuleNode)]
         module, pairs = find_pairs(average, held if model is None else [model])
-        saver.fence()
+        saver.snapshotter.fence()
         tracking.is_swapped = True
         try:
             with swap(module, pairs):
@@ -693,7 +693,7 @@ class Checkpointer:
             )
         if threading.current_thread() is not saver.training_thread:
             raise UsageError("a Checkpointer is used by the thread that entered it")
-        if self._is_busy or saver.is_ending_copy:
+        if self._is_busy or saver.snapshotter.is_ending_copy:
             raise UsageError(
                 "called by a signal's handler or a sink while ckpt is at work: set a flag there, and call it in a step"
             )

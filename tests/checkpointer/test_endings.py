@@ -123,7 +123,7 @@ def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
         ck.step()
         ck.save().wait("store", timeout_s=60)
         leave, saver = ck._parts.shutdown.leave, ck._parts.saver
-        owner: Any = saver._snapshotter._tasks if where == "_tasks.submit" else saver
+        owner: Any = saver.snapshotter._tasks if where == "_tasks.submit" else saver
 
         def interrupted(*args: object) -> None:
             monkeypatch.undo()
@@ -135,7 +135,7 @@ def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
 
         monkeypatch.setattr(ck._parts.shutdown, "leave", leave_and_break)
     assert is_all_gone(tmp_path)
-    assert not saver._snapshotter.bindings._bindings_by_slot, "views of arenas that are gone"
+    assert not saver.snapshotter.bindings._bindings_by_slot, "views of arenas that are gone"
     with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:
         assert ck.restored.step == 1
 

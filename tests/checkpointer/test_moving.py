@@ -167,7 +167,7 @@ def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
         ck.save().wait("store", timeout_s=60)
         next(steps)
         saver = ck._parts.saver
-        link, snapshotter = saver.link, saver._snapshotter
+        link, snapshotter = saver.link, saver.snapshotter
         number, slot, old = ready(link)
         new = divided_anew(old)
         is_inside, bind = threading.Event(), snapshotter.bindings.bind

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import UsageError
 from ckpt.events import Events
+from ckpt.format.columns import STRING_BYTES_MAX
+from ckpt.format.record import METRICS_MAX
 from ckpt.placement.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.export_rule import Export
@@ -16,6 +19,8 @@ from ckpt.settings import Settings
 from ckpt.storage import canonical
 from ckpt.storage.url import check_not_dcp
 from ckpt.types import CODEC_OPTIONS
+
+NAMES_BYTES_MAX = 32 << 10  # names of all metrics of a save: they have to fit into a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,32 @@ def advise_interval(policy: Every | Adaptive, limits: Limits, events: Events) ->
         every = f"a commit every {seconds:g} s (ckpt.Every), and this job leaves after {limits.unsaved_s:g} s without "
         text = f"ckpt: {every}one (ckpt.Limits(unsaved_s=)): give a shorter interval, or ckpt.Adaptive()"
         events.emit("policy.seldom", text, loud=True)
+
+
+def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, float]:
+    """The metrics as floats. Those that are not finite are left out, with an event: a loss that diverged must not
+    prevent a save. Errors: UsageError for a value that is no number, and for more than a checkpoint keeps."""
+    found, name = {}, None
+    try:
+        for name, value in (metrics or {}).items():
+            number = float(value)
+            if not isinstance(name, str):
+                raise TypeError
+            if math.isfinite(number):
+                found[name] = number
+            else:
+                events.emit("metric.dropped", f"ckpt: {name}={number} is not kept with the checkpoint", loud=True)
+    # RuntimeError: a tensor of several numbers.
+    except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError):
+        which = f"; {name!r} has none" if isinstance(name, str) else ""
+        raise UsageError(f"ck.save(metrics=): a dict of names and numbers that a float can hold{which}") from None
+    sizes = [len(name.encode(errors="surrogatepass")) for name in found]
+    if len(found) > METRICS_MAX or sum(sizes) > NAMES_BYTES_MAX or max(sizes, default=0) > STRING_BYTES_MAX:
+        raise UsageError(
+            f"ck.save(metrics=) of {len(found)} numbers whose names have {sum(sizes)} bytes: at most {METRICS_MAX} "
+            f"numbers, {NAMES_BYTES_MAX} bytes of names and {STRING_BYTES_MAX} of one are kept"
+        )
+    return found
 
 
 def _peers(peers: Replicas | Parity | None) -> dict[str, Any] | None:

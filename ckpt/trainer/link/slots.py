@@ -47,12 +47,13 @@ class StateOffer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The part of a division that concerns this rank. `offered`: the layout that was divided, the same object that the
-    rank offered."""
+    """The part of a division that concerns this rank. `offered_layout`: the layout that was divided, the same object
+    that the rank offered. `differing_tensors`: tensors that are no replicas, since they differ between ranks."""
 
     offered_layout: Layout
     declaration: Declaration
     encoded_declaration: bytes
+    differing_tensors: frozenset[str]
 
     @property
     def staging(self) -> Staging:
@@ -153,11 +154,11 @@ class Slots:
             return
         staging = stage(layout, share, int(message.fields["frame_bytes"]))
         declaration = Declaration(rank, world, coordinate, str(message.fields["division"]), layout, staging)
-        plan = Plan(offer.layout, declaration, encode(declaration))
+        differing = frozenset(entry.name for entry in layout.entries if entry.owner)
+        plan = Plan(offer.layout, declaration, encode(declaration), differing)
         with self._lock:
             if self.present_offer is offer:
-                self._present_plan = plan
-                self.differing_tensors = frozenset(entry.name for entry in layout.entries if entry.owner)
+                self._present_plan, self.differing_tensors = plan, differing
 
     def on_grant_arena(self, message: messages.Message) -> None:
         """Handles the message `grant-arena`: the grant of a slot, maybe with a new arena. Another thread makes it

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import statistics
-import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,15 +89,6 @@ class RunReport:
             if text not in self.fallback_messages and len(self.fallback_messages) < FALLBACK_MESSAGES_MAX:
                 self.fallback_messages.append(text)
 
-    @contextlib.contextmanager
-    def measure_wait(self) -> Iterator[None]:
-        """Adds the time in the block to `waited_s`."""
-        began_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited_s += time.perf_counter() - began_s
-
     @property
     def bytes_by_level(self) -> dict[str, int]:
         """What reached each level, and what came from each."""
@@ -138,9 +125,6 @@ class RunReport:
             "repeated": dict(self.repeat_counts),
         }
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict())
-
     def restored_line(self) -> str:
         """One line at the start of a run that goes on, without a line break."""
         return self._one_line(f"ckpt: {self._start_text('to redo')}, in {self.entry_s:.2f} s{self._fallbacks_text()}")
@@ -148,15 +132,13 @@ class RunReport:
     def line(self) -> str:
         """One line at the exit, without a line break."""
         ran = f"ended at step {self.end_step}" if self.end_step > self.start_step else "no step was made"
-        committed = (
-            "nothing is committed" if self.committed_step is None else f"step {self.committed_step} is committed"
-        )
+        newest = "nothing" if self.committed_step is None else f"step {self.committed_step}"
         stored = f", {_size(self.committed.stored_bytes)} stored" if self.committed.commits else ""
         again = [f"{name} {format_count(count, 'time')}" for name, count in sorted(self.repeat_counts.items())]
         repeated = f"; repeated: {', '.join(again)}" if again else ""
         return self._one_line(
             f"ckpt: {self._start_text('redone')}; {ran}; {self._snapshots_text()}; "
-            f"{committed}{stored}{self._fallbacks_text()}{repeated}"
+            f"{newest} is committed{stored}{self._fallbacks_text()}{repeated}"
         )
 
     def _start_text(self, lost_steps: str) -> str:
@@ -166,9 +148,8 @@ class RunReport:
         return f"{'resumed at' if self.start_step else 'started from'} {self.restored_from}{lost}"
 
     def _snapshots_text(self) -> str:
-        stalls = [1e3 * stall for stall in self.stalls_s]
         paused = ""
-        if stalls:
+        if stalls := [1e3 * stall for stall in self.stalls_s]:
             paused = f", training paused {statistics.median(stalls):.1f} ms each (at most {max(stalls):.1f} ms)"
         missed = f", {self.missed_snapshots} missed" if self.missed_snapshots else ""
         passed = f", {self.skipped_checkpoints} passed over" if self.skipped_checkpoints else ""

@@ -8,42 +8,37 @@ still only for what must be copied at the boundary. Every save attempt is answer
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import queue
 import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
 from ckpt.errors import CkptError, NotStaged, SaveFailed, Superseded, UsageError, is_injected
 from ckpt.events import Events
 from ckpt.format import values
-from ckpt.format.columns import STRING_BYTES_MAX
-from ckpt.format.record import METRICS_MAX
-from ckpt.layout.layout import Layout
+from ckpt.layout.layout import Declaration, Layout
 from ckpt.settings import Settings
 from ckpt.threads import Condition, Tasks
 from ckpt.trainer.link.levels import Level, check_timeout
-from ckpt.trainer.link.link import JoinTerms, Link
+from ckpt.trainer.link.link import Link
 from ckpt.trainer.link.slots import Plan, RankSlot, StateOffer, encode_hashes
 from ckpt.trainer.loop.due_saves import SavePatience
 from ckpt.trainer.loop.optimizer_attributes import AttributeWatch
 from ckpt.trainer.loop.run_report import RunReport
-from ckpt.trainer.snapshot.replica_tally import ReplicaTally
 from ckpt.trainer.snapshot.samples import Samples, TakenSamples
 from ckpt.trainer.snapshot.snapshot import Snapshot, Snapshotter
 from ckpt.trainer.state import names, state_nodes
 from ckpt.trainer.state.state_walk import StateWalker, Walk, hash_walk
-from ckpt.types import Epoch, Identity, Version
+from ckpt.types import ITEMSIZE, Epoch, Identity, Version, format_count
 
-NAMES_BYTES_MAX = 32 << 10  # names of all metrics of a save: they have to fit into a message
 MOVES_MIN = 2  # a tensor that has moved so often is reported as a new one at each step
 UNSETTLED_MAX = 3  # a warning after so many missed appointments in a row, each with another structure
 
@@ -73,7 +68,8 @@ class Saver:
     they say otherwise.
 
     `link.terms` is set once the epoch is known; before that nothing can be appointed. `checked_step`: the step after
-    which `walk` was last seen to match the state."""
+    which `walk` was last seen to match the state. `requested_version`: the newest version for which a save was asked.
+    `newest_taken`: the newest version that was taken here, whatever became of it."""
 
     def __init__(
         self,
@@ -93,14 +89,15 @@ class Saver:
         self.receipt = receipt
         self.link = Link(url, settings, events, tasks, self._bind, snapshotter.bindings.unbind, self.wait_for_copies)
         self.link.on_late = self.report_late
-        self._snapshotter = snapshotter
+        self.snapshotter = snapshotter
         self._may_have_replicas = replicated
-        self._replica_tally = ReplicaTally()
+        self._staged_declaration: Declaration | None = None  # of the newest snapshot
+        self._differing_tensors: frozenset[str] = frozenset()  # replicas that have differed between ranks
         self._fillings: queue.SimpleQueue[_Filling | None] = queue.SimpleQueue()
         self._snapshots_changed = Condition()
         self._open_snapshots: set[Snapshot] = set()  # snapshots that the stager has not finished
-        self.requested_version: Version | None = None  # the newest version for which a save was asked
-        self._newest_taken: Version | None = None
+        self.requested_version: Version | None = None
+        self.newest_taken: Version | None = None
         self._patience = SavePatience()
         self._last_filling: _Filling | None = None  # the filling of `newest_taken`, without its values
         self._is_walk_offered = True  # whether the agent knows the present walk, or will learn it at the join
@@ -173,8 +170,7 @@ class Saver:
             fields["unchanged_since"] = str(same)
             link.levels.forget_failures(same)
         try:
-            with self.receipt.measure_wait():
-                answer = self._request_save(fields, until_s)
+            answer = self._request_save(fields, until_s)
             # `saved`: all ranks have staged this very version already (by an appointment), or the same state before.
             held = Version.parse(str(answer["version"])) if answer["saved"] else version
             link.levels.expect(held)
@@ -189,10 +185,14 @@ class Saver:
         return held
 
     def _request_save(self, fields: dict[str, Any], until_s: float) -> dict[str, Any]:
-        """The agent's answer. Errors: CkptError."""
-        if fields["why"] == "due":
-            return self._patience.request_save(lambda: self.link.start_request("save", fields), until_s)
-        return self.link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
+        """The agent's answer. The report gets the time of the wait. Errors: CkptError."""
+        began_s = time.perf_counter()
+        try:
+            if fields["why"] == "due":
+                return self._patience.request_save(lambda: self.link.start_request("save", fields), until_s)
+            return self.link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
+        finally:
+            self.receipt.waited_s += time.perf_counter() - began_s
 
     def has_moved(self, version: Version, until_s: float) -> bool:
         """Whether a snapshot of exactly that version was taken here and the state has changed since. If that is not
@@ -212,19 +212,15 @@ class Saver:
         """The newest version of that step that was taken here, if the state still equals its arena byte for byte: the
         tensors that this rank has staged, and all values. None: there is no such version, or something has changed."""
         kept = self._last_filling
-        if (
-            kept is None
-            or kept.version.step != version.step
-            or self.link.slots.by_number.get(kept.slot_number) is not kept.slot
-        ):
+        if kept is None or kept.version.step != version.step:
             return None
-        if not kept.slot.hold(version):
+        if self.link.slots.by_number.get(kept.slot_number) is not kept.slot or not kept.slot.hold(version):
             return None
         try:
-            if not self._snapshotter.bindings.is_bound(kept.slot_number, self.walk, kept.plan.staging):
+            if not self.snapshotter.bindings.is_bound(kept.slot_number, self.walk, kept.plan.staging):
                 return None
             encoded = state_nodes.encode_trees(*self.walker.values(self.walk), self.walk.scan.constants)
-            same = _digests(*encoded) == (kept.shared, kept.own) and self._snapshotter.is_unchanged(kept.slot_number)
+            same = _digests(*encoded) == (kept.shared, kept.own) and self.snapshotter.is_unchanged(kept.slot_number)
             return kept.version if same else None
         except Exception as exc:
             # As in `has_moved`.
@@ -292,10 +288,10 @@ class Saver:
                 if filling is not None:
                     self._open_snapshots.discard(filling.snapshot)
                 # After a Ctrl-C behind the snapshot nothing may write into the arena any more.
-                self._snapshotter.poll()
+                self.snapshotter.poll()
                 slot.release(version)
         self.link.levels.expect(version)
-        self._newest_taken = version
+        self.newest_taken = version
         return ""
 
     def _fill_arena(
@@ -310,7 +306,7 @@ class Saver:
     ) -> _Filling | None:
         """Fills the arena of the slot. Returns None if the values have become too large for the arena."""
         assert self.link.terms is not None
-        if not self._snapshotter.bindings.is_bound(number, self.walk, plan.staging):
+        if not self.snapshotter.bindings.is_bound(number, self.walk, plan.staging):
             self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
         trees = self.walker.values(self.walk)
         if strays := self.walker.find_strays(self.walk, trees[0]):
@@ -326,11 +322,15 @@ class Saver:
         room = slot.arena.values_room(slot.declaration_place, len(plan.staging.frames))
         if len(shared) + len(own) + len(about) + 256 > room:
             return None
-        samples = self._take_samples(version, plan.declaration.layout) if self._may_have_replicas else None
+        samples = None
+        if self._may_have_replicas:
+            # A checksum scatters the choice: saved steps have common factors.
+            turn = zlib.crc32(str(version).encode())
+            samples = self._get_samples(self.walk, plan.declaration.layout).take(turn)
         slot.arena.begin_fill()
         stood_s = time.perf_counter() - started_s
         with self.link.training_paused():
-            snapshot = self._snapshotter.take(number)
+            snapshot = self.snapshotter.take(number)
         stalls_s = self.receipt.stalls_s
         # The stall as known by now; the stager completes it.
         stalls_s.append(time.perf_counter() - started_s)
@@ -351,7 +351,7 @@ class Saver:
     def note_boundary(self, step: int) -> None:
         """Notes that `step` has ended: copies that ran under the step are checked and finished. Errors: UsageError if
         one of the first steps has made the state one that cannot be saved."""
-        self._snapshotter.note_boundary()
+        self.snapshotter.note_boundary()
         # In the first step an optimizer's state appears, and tensors that began alike on all ranks may differ. The walk
         # after the second one says which optimizers are not saved. All ranks ask their objects at the same boundaries.
         if self._first_steps:
@@ -372,35 +372,24 @@ class Saver:
         another thread it waits until the training thread comes to its next boundary. Errors: SaveFailed after
         timeout_s."""
         if threading.current_thread() is self.training_thread:
-            self._snapshotter.poll()
+            self.snapshotter.poll()
         with self._snapshots_changed:
             if not self._snapshots_changed.wait_for(lambda: not self._open_snapshots, timeout_s):
                 raise SaveFailed(f"the copy of an earlier snapshot did not end within {timeout_s:.4g} s")
 
-    @property
-    def is_ending_copy(self) -> bool:
-        """Whether the calling training thread is in the middle of ending a copy, as in a signal handler."""
-        return self._snapshotter.is_ending_copy
-
-    @property
-    def newest_taken(self) -> Version | None:
-        """The newest version that was taken here, whatever became of it."""
-        return self._newest_taken
-
-    def poll(self) -> None:
-        """Ends copies that run under the step, and promises nothing about what comes next."""
-        self._snapshotter.poll()
-
-    def fence(self) -> None:
-        """Waits for copies that run under the step, before a change by hand."""
-        self._snapshotter.fence()
-
     def fill_report(self, receipt: RunReport) -> None:
         """Puts into the report what was verified in this run, and what was not and why."""
+        trust, declaration = self.snapshotter.trust, self._staged_declaration
         hashed = ["the hashes of all frames read"] if receipt.read_bytes else []
-        receipt.proven = [*hashed, *self._snapshotter.proven(), *self._replica_tally.proven()]
-        found = self._snapshotter.fallbacks(), self._replica_tally.fallbacks(), self._moving_tensors()
-        receipt.fallbacks = [*itertools.chain(*found), *receipt.fallback_messages]
+        receipt.proven = [*hashed, *trust.proven(), *(_describe_replicas(declaration) if declaration else ())]
+        tensors = {
+            "saved per rank: not the same on all ranks that hold it": sorted(self._differing_tensors),
+            "found in other memory at each snapshot, and read anew": sorted(
+                name for name, count in self._move_counts.items() if count >= MOVES_MIN
+            ),
+        }
+        found = (f"{names.shorten_names(held)} {why}" for why, held in tensors.items() if held)
+        receipt.fallbacks = [*trust.fallbacks(), *found, *receipt.fallback_messages]
 
     def close(self) -> None:
         """Lets running copies into the arenas finish, then ends the stager, the copies and the link. May be called
@@ -408,7 +397,7 @@ class Saver:
         # A stack: if Ctrl-C ends one wait, the next parts are ended all the same.
         with contextlib.ExitStack() as ends:
             ends.callback(self.link.close)
-            ends.callback(self._snapshotter.close)
+            ends.callback(self.snapshotter.close)
             ends.callback(self._fillings.put, None)
             self.wait_for_copies()
 
@@ -426,9 +415,8 @@ class Saver:
         before = self.walk
         moved = _find_moved(before, walk)
         alike = walk.layout == before.layout and walk.may_have_replicas == before.may_have_replicas
-        shared = {
-            entry.name for entry, replica in zip(walk.layout.entries, walk.may_have_replicas, strict=True) if replica
-        }
+        entries = zip(walk.layout.entries, walk.may_have_replicas, strict=True)
+        shared = {entry.name for entry, replica in entries if replica}
         if not alike or (self._may_have_replicas and not moved & shared <= self._move_counts.keys()):
             self._is_walk_offered = False
         self.walk = replace(walk, layout=before.layout) if alike else walk
@@ -444,31 +432,18 @@ class Saver:
             text += "the shapes and the number of its tensors, or call ck.save(), which waits"
             self.events.emit("state.unsettled", text, loud=True)
 
-    def _moving_tensors(self) -> list[str]:
-        """The tensors that move at each snapshot, in words."""
-        moving = sorted(name for name, count in self._move_counts.items() if count >= MOVES_MIN)
-        return (
-            [f"{names.shorten_names(moving)} found in other memory at each snapshot, and read anew"] if moving else []
-        )
-
     def _bind(self, number: int, plan: Plan, data: memoryview) -> None:
         """Prepares copies of the state, as it lies now, into a slot. If the structure has changed the plan is out of
         date, and nothing is bound. Since the state may also move, the training thread checks before each snapshot."""
         walk = self.walk
         if walk.layout is plan.offered_layout:
-            self._snapshotter.bindings.bind(number, walk, plan.staging, data)
+            self.snapshotter.bindings.bind(number, walk, plan.staging, data)
             if self._may_have_replicas:
                 # Prepared here, and not while training stands still.
                 self._get_samples(walk, plan.declaration.layout)
 
-    def _take_samples(self, version: Version, layout: Layout) -> TakenSamples | None:
-        """A few elements of the tensors that other ranks should hold alike, at the boundary; the same elements on all
-        ranks."""
-        samples = self._get_samples(self.walk, layout)
-        # A checksum scatters the choice: saved steps have common factors.
-        return samples.take(zlib.crc32(str(version).encode()))
-
     def _get_samples(self, walk: Walk, layout: Layout) -> Samples:
+        """A few elements of the tensors that other ranks should hold alike; the same elements on all ranks."""
         known = self._samples
         if known is None or known.walk is not walk or known.layout is not layout:
             known = self._samples = Samples(walk, layout)
@@ -476,33 +451,23 @@ class Saver:
 
     def _run_stager(self) -> None:
         while (filling := self._fillings.get()) is not None:
-            with self._closing_snapshot(filling.snapshot):
-                try:
-                    self._finish_filling(filling)
-                except Exception as exc:
-                    # This thread goes on, and the save attempt is answered.
-                    self.report_missed(
-                        filling.attempt_number, filling.version, self._report_not_staged(filling.version, exc)
-                    )
-
-    @contextlib.contextmanager
-    def _closing_snapshot(self, snapshot: Snapshot) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            with self._snapshots_changed:
-                self._open_snapshots.discard(snapshot)
-                self._snapshots_changed.notify_all()
+            try:
+                self._finish_filling(filling)
+            except Exception as exc:
+                # This thread goes on, and the save attempt is answered.
+                why = self._report_not_staged(filling.version, exc)
+                self.report_missed(filling.attempt_number, filling.version, why)
+            finally:
+                with self._snapshots_changed:
+                    self._open_snapshots.discard(filling.snapshot)
+                    self._snapshots_changed.notify_all()
 
     def _finish_filling(self, filling: _Filling) -> None:
         try:
             filling.snapshot.wait()
-            stall_s = self.receipt.stalls_s[filling.stall_index] = (
-                filling.stall_before_copy_s + filling.snapshot.stall_s
-            )
-            why = filling.snapshot.abandon_reason or ""
-            if not why and self.link.terms is not None:
-                why = self._seal_arena(filling, self.link.terms)
+            stall_s = filling.stall_before_copy_s + filling.snapshot.stall_s
+            self.receipt.stalls_s[filling.stall_index] = stall_s
+            why = filling.snapshot.abandon_reason or self._seal_arena(filling)
         finally:
             # Before the report: the agent may appoint the slot again at once.
             filling.slot.release(filling.version)
@@ -513,7 +478,8 @@ class Saver:
             self.receipt.snapshot_count += 1
             values_bytes = len(filling.shared) + len(filling.own) + len(filling.about)
             self.receipt.staged_bytes += filling.plan.staging.data_bytes + values_bytes
-            self._replica_tally.note_declaration(filling.plan.declaration)
+            self._staged_declaration = filling.plan.declaration
+            self._differing_tensors |= filling.plan.differing_tensors
         self.link.notify(
             "snapshot-staged",
             {
@@ -528,19 +494,14 @@ class Saver:
             },
         )
 
-    def _seal_arena(self, filling: _Filling, terms: JoinTerms) -> str:
-        identity = Identity(Epoch.parse(terms.epoch), filling.version)
+    def _seal_arena(self, filling: _Filling) -> str:
+        """Seals the arena of a copied snapshot. Returns why that failed, or ""."""
+        terms, slot = self.link.terms, filling.slot
+        assert terms is not None
+        identity, place = Identity(Epoch.parse(terms.epoch), filling.version), slot.declaration_place
+        values_blobs = filling.shared, filling.own, filling.about
         try:
-            filling.slot.arena.seal(
-                identity,
-                terms.rank,
-                terms.world,
-                filling.plan.staging.data_bytes,
-                filling.slot.declaration_place,
-                filling.shared,
-                filling.own,
-                filling.about,
-            )
+            slot.arena.seal(identity, terms.rank, terms.world, filling.plan.staging.data_bytes, place, *values_blobs)
         except CkptError as exc:
             return self._report_not_staged(filling.version, exc)
         return ""
@@ -550,6 +511,17 @@ class Saver:
         why = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
         self.events.emit("snapshot.failed", f"ckpt: step {version.step} was not staged: {why}", loud=True)
         return why
+
+
+def _describe_replicas(declaration: Declaration) -> list[str]:
+    """The replicas that other ranks stage for this one, in words: the hashes of all ranks agreed."""
+    entries, segments = declaration.layout.entries, declaration.staging.segments
+    sizes = np.array([sum(b.size for b in e.boxes) * ITEMSIZE[e.dtype] for e in entries], np.int64)
+    lengths = segments["length"].astype(np.float64)  # exact up to 2^53 bytes
+    left = sizes - np.bincount(segments["entry"], weights=lengths, minlength=len(entries)).astype(np.int64)
+    count, left_mib = int((left > 0).sum()), left.sum() / 2**20
+    tensors = format_count(count, "tensor")
+    return [f"replicas of {tensors} ({left_mib:.1f} MiB that other ranks stage)"] if count else []
 
 
 def _digests(shared: bytes, own: bytes) -> tuple[bytes, bytes]:
@@ -567,29 +539,3 @@ def _find_moved(before: Walk, now: Walk) -> set[str]:
 
 def _addresses(tensors: Collection[torch.Tensor]) -> list[int]:
     return [torch.Tensor.data_ptr(tensor) for tensor in tensors]
-
-
-def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, float]:
-    """The metrics as floats. Those that are not finite are left out, with an event: a loss that diverged must not
-    prevent a save. Errors: UsageError for a value that is no number, and for more than a checkpoint keeps."""
-    found, name = {}, None
-    try:
-        for name, value in (metrics or {}).items():
-            number = float(value)
-            if not isinstance(name, str):
-                raise TypeError
-            if math.isfinite(number):
-                found[name] = number
-            else:
-                events.emit("metric.dropped", f"ckpt: {name}={number} is not kept with the checkpoint", loud=True)
-    # RuntimeError: a tensor of several numbers.
-    except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError):
-        which = f"; {name!r} has none" if isinstance(name, str) else ""
-        raise UsageError(f"ck.save(metrics=): a dict of names and numbers that a float can hold{which}") from None
-    sizes = [len(name.encode(errors="surrogatepass")) for name in found]
-    if len(found) > METRICS_MAX or sum(sizes) > NAMES_BYTES_MAX or max(sizes, default=0) > STRING_BYTES_MAX:
-        raise UsageError(
-            f"ck.save(metrics=) of {len(found)} numbers whose names have {sum(sizes)} bytes: at most {METRICS_MAX} "
-            f"numbers, {NAMES_BYTES_MAX} bytes of names and {STRING_BYTES_MAX} of one are kept"
-        )
-    return found

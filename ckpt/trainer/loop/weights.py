@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckpt.trainer.snapshot.bindings import ordinary_mode
-from ckpt.trainer.snapshot.samples import sample_elements
+from ckpt.trainer.snapshot.samples import group_reads
 from ckpt.trainer.state import names
 from ckpt.trainer.state.shard import live_parts
 
@@ -41,9 +40,11 @@ class Weights:
         self.is_watching = False
         self._parts = parts
         self._boundary_glance: Glance | None = None  # at the last boundary
-        self._known_parts: list[
-            weakref.ref[Any]
-        ] = []  # the parts to which `_param_getters` and `_gathered_modules` belong
+        self._clear()
+
+    def _clear(self) -> None:
+        # The parts to which the getters and the gathered modules belong.
+        self._known_parts: list[weakref.ref[Any]] = []
         self._param_getters: list[Callable[[], Any]] = []
         self._gathered_modules: list[Any] = []
         self._addresses: list[int] = []  # the addresses to which `_reads` belong
@@ -84,7 +85,8 @@ class Weights:
         with ordinary_mode():  # no gradient is recorded
             if places != self._addresses:
                 self._addresses = places
-                self._reads = _group_reads(part for part in local if part is not None and _address_of(part))
+                groups = group_reads(part for part in local if part is not None and _address_of(part))
+                self._reads = [[read for _, _, read in group] for group in groups]
             return [torch.cat([read() for read in reads]) for reads in self._reads]
 
     def _choose_parameters(self, parts: Sequence[Optimizer | nn.Module]) -> None:
@@ -107,13 +109,6 @@ class Weights:
         self._known_parts = list(map(weakref.ref, parts))
         self._gathered_modules = names.find_fsdp_modules(module for _, _, module in modules)
         self._addresses = []
-
-    def _clear(self) -> None:
-        self._known_parts = []
-        self._param_getters = []
-        self._gathered_modules = []
-        self._addresses = []
-        self._reads = []
 
 
 def are_equal_glances(one: Glance, other: Glance) -> bool:
@@ -149,11 +144,3 @@ def _local_part(param: Tensor | None) -> Tensor | None:
     if param is not None and type(param) not in _PLAIN_TYPES:
         part = next(iter(live_parts(param)), None)
     return part if part is not None and type(part) in _PLAIN_TYPES and part.layout is torch.strided else None
-
-
-def _group_reads(parts: Iterator[Tensor]) -> list[list[Callable[[], Tensor]]]:
-    """The reads, grouped by device and dtype: each group is read together."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Callable[[], Tensor]]] = defaultdict(list)
-    for now, read in map(sample_elements, parts):
-        groups[now.device, now.dtype].append(read)
-    return list(groups.values())

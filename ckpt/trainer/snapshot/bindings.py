@@ -18,9 +18,10 @@ from ckpt.events import Events
 from ckpt.layout.layout import Staging
 from ckpt.threads import Outcome
 from ckpt.trainer.snapshot.cpu_copier import Copier, CopyJob
-from ckpt.trainer.snapshot.deferred_copy import DEFERRED_BYTES_MIN, DeferredTrust, Key, Spot, TensorWatch
-from ckpt.trainer.state.pieces import CopyPiece, Walked, address_and_size, cut_pieces
+from ckpt.trainer.snapshot.deferred_copy import DEFERRED_BYTES_MIN, DeferredTrust, Key, TensorWatch
+from ckpt.trainer.state.pieces import CopyPiece, address_and_size, cut_pieces
 from ckpt.trainer.state.shard import storage_addresses
+from ckpt.trainer.state.state_walk import Walk
 
 
 class Bindings:
@@ -31,14 +32,14 @@ class Bindings:
         self._trust = trust
         self._events = events
         self._bindings_by_slot: dict[int, Binding] = {}
-        self._newest_walk: Walked | None = None  # the newest walk given to bind()
+        self._newest_walk: Walk | None = None  # the newest walk given to bind()
         self._pinned_regions: dict[int, memoryview] = {}  # the pinned regions, by slot
         self._lock = threading.Lock()
 
     def get(self, slot: int) -> Binding | None:
         return self._bindings_by_slot.get(slot)
 
-    def bind(self, slot: int, walk: Walked, staging: Staging, data: memoryview) -> None:
+    def bind(self, slot: int, walk: Walk, staging: Staging, data: memoryview) -> None:
         """Prepares copies of `walk` into `data`, the data region of the slot's arena. Drops bindings of other walks.
         Binding the same again costs nothing. Call it on one thread at a time for each slot. Errors: CkptError if the
         staging does not fit."""
@@ -49,7 +50,7 @@ class Bindings:
                 return
             with self._lock:
                 self._newest_walk = walk
-            binding = Binding(walk, staging, cut_pieces(walk, staging, data))
+            binding = Binding(self._trust, self._copier, walk, staging, cut_pieces(walk, staging, data))
             # Plan now, not while training pauses for the first snapshot.
             self._plan_ahead(binding)
             if moved:
@@ -63,7 +64,7 @@ class Bindings:
                 }
                 self._trust.forget_all_but(binding.candidates.keys())
 
-    def is_bound(self, slot: int, walk: Walked, staging: Staging) -> bool:
+    def is_bound(self, slot: int, walk: Walk, staging: Staging) -> bool:
         """Whether the next snapshot into that slot is one of `walk`, as `staging` says."""
         binding = self._bindings_by_slot.get(slot)
         return binding is not None and binding.walk is walk and binding.staging is staging
@@ -89,7 +90,7 @@ class Bindings:
     def _plan_ahead(self, binding: Binding) -> None:
         """Plans ahead of time. An error (a device has no memory left) is ignored: `take` meets it again."""
         try:
-            binding.plan(self._trust, self._copier)
+            binding.plan()
         except Exception as exc:
             if is_injected(exc):
                 raise
@@ -117,13 +118,15 @@ class Bindings:
 
 @dataclass(slots=True)
 class Binding:
-    """A walk cut to one arena. `candidates`: the tensors that may be deferred once that is proven safe, with the
-    indices of their pieces. `last_done`: `done` of the newest snapshot of this binding."""
+    """A walk cut to one arena. `candidates`: the tensors that may be deferred once that is proven safe, with their
+    pieces. `last_done`: `done` of the newest snapshot of this binding."""
 
-    walk: Walked
+    trust: DeferredTrust
+    copier: Copier
+    walk: Walk
     staging: Staging
     pieces: tuple[CopyPiece, ...]
-    candidates: dict[Key, list[int]] = field(init=False)
+    candidates: dict[Key, list[CopyPiece]] = field(init=False)
     devices: frozenset[torch.device] = field(init=False)
     last_done: Outcome[None] | None = None
     _plan: CopyPlan | None = None
@@ -131,10 +134,10 @@ class Binding:
 
     def __post_init__(self) -> None:
         self.devices = frozenset(piece.source.device for piece in self.pieces)
-        of_tensor: dict[tuple[int, int], list[int]] = {}
-        for n, piece in enumerate(self.pieces):
+        of_tensor: dict[tuple[int, int], list[CopyPiece]] = {}
+        for piece in self.pieces:
             if self.walk.deferrable[piece.entry]:
-                of_tensor.setdefault((piece.entry, piece.box), []).append(n)
+                of_tensor.setdefault((piece.entry, piece.box), []).append(piece)
         self.candidates = {}
         for (entry, box), pieces in of_tensor.items():
             live = self.walk.tensors[entry][box]
@@ -142,34 +145,31 @@ class Binding:
                 named = self.walk.layout.entries[entry]
                 self.candidates[named.name, named.owner, box, live.data_ptr()] = pieces
 
-    def plan(self, trust: DeferredTrust, copier: Copier) -> CopyPlan:
+    def plan(self) -> CopyPlan:
         """The present copy plan. Any thread; it takes a while if trust has changed. The caller may use the plan's
         buffers at once, on any stream: their preparation is over."""
         with self._plan_lock:
-            if self._plan is None or self._plan.version != trust.version:
-                with copier.background_context(self.devices):
-                    made = self._make_plan(trust, copier)
+            if self._plan is None or self._plan.version != self.trust.version:
+                with self.copier.background_context(self.devices):
+                    made = self._make_plan()
                 self._plan = made
             return self._plan
 
-    def _make_plan(self, trust: DeferredTrust, copier: Copier) -> CopyPlan:
-        version = trust.version
+    def _make_plan(self) -> CopyPlan:
+        trust, copier, version = self.trust, self.copier, self.trust.version
         watched = {key: pieces for key, pieces in self.candidates.items() if trust.is_candidate(key)}
         late_keys = {key for key in watched if trust.is_proven(key)}
-        late = {n for key in late_keys for n in watched[key]}
-        unproven = [n for key, pieces in watched.items() if key not in late_keys for n in pieces]
-        parts = [[self.pieces[n] for n in pieces] for pieces in watched.values()]
-        live = [self.walk.tensors[of_one[0].entry][of_one[0].box] for of_one in parts]
+        deferred = {piece for key in late_keys for piece in watched[key]}
+        late = [piece for piece in self.pieces if piece in deferred]
+        live = [self.walk.tensors[of_one[0].entry][of_one[0].box] for of_one in watched.values()]
         return CopyPlan(
             version=version,
-            eager_job=copier.prepare([p for n, p in enumerate(self.pieces) if n not in late]),
-            deferred_job=copier.prepare([self.pieces[n] for n in sorted(late)]),
+            eager_job=copier.prepare([piece for piece in self.pieces if piece not in deferred]),
+            deferred_job=copier.prepare(late),
             deferred_keys=late_keys,
-            unproven_pieces=[self.pieces[n] for n in unproven],
-            unproven_keys=set(watched) - late_keys,
-            keys_by_box={(p[0].entry, p[0].box): key for key, p in zip(watched, parts, strict=True)},
-            watch=TensorWatch(list(watched), live, parts) if watched else None,
-            spot=Spot([self.pieces[n] for n in sorted(late)]) if late else None,
+            unproven_pieces=[p for key, pieces in watched.items() if key not in late_keys for p in pieces],
+            unproven_keys=watched.keys() - late_keys,
+            watch=TensorWatch(copier, watched, live, late) if watched else None,
             storages=storage_addresses(live),
             devices=self.devices,
         )
@@ -185,9 +185,7 @@ class CopyPlan:
     deferred_keys: set[Key]
     unproven_pieces: list[CopyPiece]
     unproven_keys: set[Key]
-    keys_by_box: dict[tuple[int, int], Key]
     watch: TensorWatch | None  # None: no tensor may be deferred, now or later
-    spot: Spot | None
     storages: frozenset[int]
     devices: frozenset[torch.device]
 

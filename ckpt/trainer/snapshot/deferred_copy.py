@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.events import Events
-from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, check_storage
+from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, Copier, check_storage
 from ckpt.trainer.state.pieces import CopyPiece, is_cuda_used, keep_for_stream, result_waiter, split_piece
 from ckpt.trainer.state.shard import live_parts, storage_address
 from ckpt.types import format_count
@@ -57,10 +57,6 @@ class DeferredTrust:
         self._proof_counts: dict[Key, int] = {}
         self._distrusted: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
-
-    @property
-    def is_enabled(self) -> bool:
-        return self._is_enabled
 
     def is_candidate(self, key: Key) -> bool:
         """Whether the tensor may be deferred, now or once that is proven safe."""
@@ -118,24 +114,32 @@ class DeferredTrust:
 
 class TensorWatch:
     """Remembers tensors at the boundary, and tells later which have changed. It compares version counters, addresses
-    and canaries. A canary is a few bytes at three places of every UNIT_BYTES (on a device, of every DEVICE_UNIT_BYTES),
-    which a copy reads in one go. It works on the current streams; its views are made once. `live[i]` is the tensor
-    whose staged pieces are `pieces[i]`; both belong to `keys[i]`."""
+    and canaries, and one part in full (Spot). A canary is a few bytes at three places of every UNIT_BYTES (on a device,
+    of every DEVICE_UNIT_BYTES), which a copy reads in one go. It works on the current streams; its views are made once.
+    `pieces`: those of each tensor. `live`: the tensors in the same order. `late`: the deferred pieces."""
 
-    def __init__(self, keys: Sequence[Key], live: Sequence[Tensor], pieces: Sequence[Sequence[CopyPiece]]) -> None:
-        self._keys = keys
+    def __init__(
+        self, copier: Copier, pieces: dict[Key, list[CopyPiece]], live: Sequence[Tensor], late: Sequence[CopyPiece]
+    ) -> None:
+        self._copier = copier
+        self._keys = [*pieces]
+        self._keys_by_box = {(of_one[0].entry, of_one[0].box): key for key, of_one in pieces.items()}
         self._live_tensors = live
+        self._spot = Spot(late) if late else None
+        self._spot_pairs: list[CopyPiece] = []  # what `Spot.keep_part` gave
         self._boundary_versions: list[tuple[int, int]] = []
         by_device: dict[torch.device, list[_Sample]] = {}
-        for n, of_one in enumerate(pieces):
+        for n, of_one in enumerate(pieces.values()):
             for sample in _samples(n, of_one):
                 by_device.setdefault(sample.live.device, []).append(sample)
         self._canary_groups = [_Canaries(device, samples) for device, samples in by_device.items()]
 
-    def remember(self) -> None:
+    def remember(self, turn: int) -> None:
+        """`turn`: picks the part that is compared in full."""
         self._boundary_versions = [(tensor._version, tensor.data_ptr()) for tensor in self._live_tensors]
         for group in self._canary_groups:
             group.remember()
+        self._spot_pairs = [*self._spot.keep_part(turn)] if self._spot is not None else []
 
     def start_comparison(self) -> Callable[[], set[Key]]:
         """Compares the tensors as they are now with the remembered ones. The returned function waits for the
@@ -144,13 +148,22 @@ class TensorWatch:
             n for n, t in enumerate(self._live_tensors) if (t._version, t.data_ptr()) != self._boundary_versions[n]
         }
         verdicts = [group.start_comparison(moved) for group in self._canary_groups]
-        return lambda: {self._keys[n] for n in moved.union(*(verdict() for verdict in verdicts))}
+        spot = self.compare_pieces(self._spot_pairs[:1])
+        return lambda: spot().union(self._keys[n] for n in moved.union(*(verdict() for verdict in verdicts)))
 
     def find_torn(self) -> set[Key]:
         """The tensors whose bytes in the arena differ from the remembered ones. They had changed while they were
         copied, whatever they hold now. Any thread, once the copies have landed and the outcome of `start_comparison` is
-        there."""
-        return {self._keys[n] for group in self._canary_groups for n in group.find_torn()}
+        there, and before anything else may write into the arena."""
+        canaries = {self._keys[n] for group in self._canary_groups for n in group.find_torn()}
+        return canaries | self.compare_pieces(self._spot_pairs[1:])()
+
+    def compare_pieces(self, pieces: Sequence[CopyPiece]) -> Callable[[], set[Key]]:
+        """As `start_comparison`, for the sources and targets of these pieces."""
+        if not pieces:
+            return set
+        differing = self._copier.start_comparison(pieces)
+        return lambda: {self._keys_by_box[pieces[n].entry, pieces[n].box] for n in differing()}
 
 
 class _Sample(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,21 +121,24 @@ class Samples:
         return chosen.entry.name, [*chosen.box.offset, *chosen.box.shape], _to_bytes(flat[start : start + count])
 
     def _make_turn(self, turn: int, turns: int) -> _Turn:
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, int, Callable[[], torch.Tensor]]]]
-        groups = defaultdict(list)
-        for box in self._boxes:
-            if box.name_crc % turns == turn:
-                now, read = sample_elements(box.live)
-                groups[now.device, now.dtype].append((box.row, now.nbytes, read))
-        chosen = [item for group in groups.values() for item in group]
-        ends = itertools.accumulate(count for _, count, _ in chosen)
-        reads = tuple(tuple(read for _, _, read in group) for group in groups.values())
-        return _Turn(reads, tuple(row for row, _, _ in chosen), tuple(ends))
+        boxes = [box for box in self._boxes if box.name_crc % turns == turn]
+        groups = group_reads(box.live for box in boxes)
+        rows = tuple(boxes[n].row for group in groups for n, _, _ in group)
+        ends = itertools.accumulate(count for group in groups for _, count, _ in group)
+        return _Turn(tuple(tuple(read for _, _, read in group) for group in groups), rows, tuple(ends))
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
     found: bytes = dense_bytes(tensor.cpu().contiguous()).numpy().tobytes()
     return found
+
+
+def group_reads(tensors: Iterable[torch.Tensor]) -> list[list[tuple[int, int, Callable[[], torch.Tensor]]]]:
+    """(index, bytes, read) for each tensor, in groups of one device and dtype, which are read together."""
+    groups: defaultdict[Any, list[tuple[int, int, Callable[[], torch.Tensor]]]] = defaultdict(list)
+    for index, (now, read) in enumerate(map(sample_elements, tensors)):
+        groups[now.device, now.dtype].append((index, now.nbytes, read))
+    return [*groups.values()]
 
 
 def sample_elements(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:

@@ -34,7 +34,6 @@ from ckpt.trainer.snapshot.bindings import Binding, Bindings, CopyPlan, ordinary
 from ckpt.trainer.snapshot.cpu_copier import Copier, Ticket
 from ckpt.trainer.snapshot.deferred_copy import DeferredTrust, Key, StepHook, owns_any_storage
 from ckpt.trainer.state.names import shorten_names
-from ckpt.trainer.state.pieces import CopyPiece
 
 CHECK_INTERVAL_S, CHECK_INTERVAL_S_MAX = 0.001, 0.05  # between two checks whether the training thread has gone on
 
@@ -42,8 +41,8 @@ CHECK_INTERVAL_S, CHECK_INTERVAL_S_MAX = 0.001, 0.05  # between two checks wheth
 class Snapshot:
     """One rank's state in one arena, as of one call of `take`. `done`: resolved once nothing more will be written and
     the bytes were checked; never with an exception. `abandon_reason`: why the content must not be used, or None.
-    `stall_s`: how long training paused for the snapshot; complete once done. `lazy`: whether anything was copied after
-    `take`."""
+    `stall_s`: how long training paused for the snapshot; complete once done. `is_deferred`: whether anything was copied
+    after `take`."""
 
     def __init__(self, slot: int, settle: Callable[[Snapshot], None]) -> None:
         self.slot = slot
@@ -73,17 +72,18 @@ class Cause(Enum):
 
 class Snapshotter:
     """Takes the snapshots of one rank, one at a time. Owns the copier, its own threads, and one optimizer hook.
-    `lazy=False`: everything is copied at the boundary. `close` ends what still runs, in order."""
+    `lazy=False`: everything is copied at the boundary. `close` ends what still runs, in order. `trust`: what this run
+    has proven, and disproven, of deferred copies."""
 
     def __init__(self, copier: Copier, lazy: bool, events: Events) -> None:
         self._copier = copier
         self._events = events
-        self._trust = DeferredTrust(events, lazy)
-        self.bindings = Bindings(copier, self._trust, events)
+        self.trust = DeferredTrust(events, lazy)
+        self.bindings = Bindings(copier, self.trust, events)
         self._pending_copy: _Pending | None = None
         self._pending_read: _PendingRead | None = None  # checked, but a device may still read the tensors
         self._snapshot_count = 0
-        self._training_thread: int | None = None  # the training thread
+        self._training_thread = 0
         # The hook may run on a thread of autograd.
         self._copy_lock = threading.RLock()
         self._tasks = Tasks("snapshot", pool_size=1)
@@ -105,12 +105,12 @@ class Snapshotter:
         except BaseException as exc:
             begun, self._pending_copy = self._pending_copy, None
             if is_injected(exc):
-                self._abandon_after_writes(snapshot, begun)
+                self._abandon_after_writes(snapshot, begun, "interrupted")
                 # The caller gets no snapshot, so it could not ask later when the slot may be used again.
                 snapshot.done.result()
                 raise
             # Any error of torch. Training has not failed: the snapshot is abandoned, and returned.
-            self._fail_after_writes(snapshot, begun, exc)
+            self._fail_snapshot(snapshot, exc, begun)
         return snapshot
 
     def note_boundary(self) -> None:
@@ -140,20 +140,12 @@ class Snapshotter:
         pending = self._pending_copy
         return pending is not None and pending.checking_thread == threading.get_ident()
 
-    def proven(self) -> list[str]:
-        """What was relied on because this run verified it, in words."""
-        return self._trust.proven()
-
-    def fallbacks(self) -> list[str]:
-        """What did not hold, so that tensors are copied at the boundary, in words."""
-        return self._trust.fallbacks()
-
     def close(self) -> None:
         """Ends what still runs, removes the hook, and drops all views. Each part is done, also if Ctrl-C ends a wait in
         another. A second call does nothing."""
         with ExitStack() as ends:
             ends.callback(self._copier.close)
-            ends.callback(self._drop_views)
+            ends.callback(self.bindings.close)
             ends.callback(self._tasks.close)
             if self._hook is not None:
                 ends.callback(self._hook.remove)
@@ -166,10 +158,6 @@ class Snapshotter:
             # The one thread runs this task after all others, which may wait for a device.
             self._tasks.submit(lambda: None).result()
 
-    def _drop_views(self) -> None:
-        self._pending_read = None
-        self.bindings.close()
-
     # -- taking
 
     def _start_copy(self, binding: Binding, snapshot: Snapshot, started_s: float) -> None:
@@ -177,13 +165,10 @@ class Snapshotter:
             # The plan's buffers are used again now.
             binding.last_done.result()
         binding.last_done = snapshot.done
-        plan = binding.plan(self._trust, self._copier)
-        spot = None
+        plan = binding.plan()
         if plan.watch is not None:
-            plan.watch.remember()
-            spot = plan.spot.keep_part(self._snapshot_count) if plan.spot is not None else None
-        eager = plan.eager_job.start_eager()
-        pending = _Pending(snapshot, plan, eager, None, spot)
+            plan.watch.remember(self._snapshot_count)
+        pending = _Pending(snapshot, plan, plan.eager_job.start_eager())
         if plan.watch is not None:
             # Set before a deferred copy starts, so that Ctrl-C finds the copy to wait for.
             self._pending_copy = pending
@@ -202,11 +187,13 @@ class Snapshotter:
         is copied, not only when the next optimizer steps. A damaged copy is left to the training thread, which sees the
         damage when its own wait ends. So is a copy throughout which that thread stays in one operation. This operation
         may be a write that neither moves a version counter, nor reaches a canary, before it is over."""
+        watch = pending.plan.watch
+        assert watch is not None
         assert pending.deferred_ticket is not None
         with suppress(Exception):
             pending.deferred_ticket.wait()
             with ordinary_mode():
-                torn = self._find_torn(pending)
+                torn = watch.find_torn()
             # Otherwise the training thread helped to copy, and may not have finished.
             if pending.checking_thread is None:
                 # So the training thread need not check this while it pauses.
@@ -218,7 +205,8 @@ class Snapshotter:
                     return
                 delay_s = min(2 * delay_s, CHECK_INTERVAL_S_MAX)
             with self._copy_lock, ordinary_mode():
-                if before is not None and self._pending_copy is pending and not self._find_damage(pending, torn):
+                is_sure = before is not None and self._pending_copy is pending and not torn
+                if is_sure and not watch.start_comparison()():
                     self._finish_snapshot(pending)
                     if not pending.plan.unproven_pieces:
                         # No step has to wait for this snapshot.
@@ -227,12 +215,8 @@ class Snapshotter:
     def _training_position(self) -> tuple[int, int] | None:
         """The instruction that the training thread is at. Once it is at another one, every operation of before is over.
         None if it runs no Python."""
-        frame = sys._current_frames().get(self._training_thread) if self._training_thread is not None else None
+        frame = sys._current_frames().get(self._training_thread)
         return (id(frame), frame.f_lasti) if frame is not None else None
-
-    def _find_damage(self, pending: _Pending, torn: set[Key]) -> set[Key]:
-        """The tensors that have changed, or are torn in the arena, once all is copied."""
-        return torn.union(*(answer() for answer in self._start_comparisons(pending)))
 
     def _is_copy_pending(self) -> bool:
         return self._pending_copy is not None or self._pending_read is not None
@@ -254,10 +238,13 @@ class Snapshotter:
 
     def _end_copy(self, cause: Cause) -> None:
         with self._copy_lock, ordinary_mode():
-            pending = self._pending_copy
+            pending, reading = self._pending_copy, self._pending_read
             if pending is None:
-                # Another optimizer was first, maybe on another thread or stream.
-                self._wait_for_reads()
+                # Another optimizer was first, maybe on another stream: the current streams wait for its reads, too.
+                if reading is not None and reading.judged_future.done():
+                    self._pending_read = None
+                elif reading is not None:
+                    reading.barrier()
                 return
             if pending.checking_thread is not None:
                 # A signal handler in the middle of the check. The check sees what the handler changes, if that matters.
@@ -269,28 +256,17 @@ class Snapshotter:
                     self._pending_read = _PendingRead(self._copier.barrier(), judged, pending.plan.storages)
             except BaseException as exc:  # as in `take`
                 if is_injected(exc):
-                    self._abandon_after_writes(pending.snapshot, pending)
+                    self._abandon_after_writes(pending.snapshot, pending, "interrupted")
                     raise
                 if pending.deferred_ticket is not None:
-                    self._fail_after_writes(pending.snapshot, pending, exc)
+                    self._fail_snapshot(pending.snapshot, exc, pending)
                 else:
                     # The eager copy ends by itself; only its comparison has failed.
-                    self._trust.turn_off(f"the comparison failed: {exc}")
+                    self.trust.turn_off(f"the comparison failed: {exc}")
             finally:
                 # Kept until here, so that optimizers on other threads wait for this copy, too.
                 if self._pending_copy is pending:
                     self._pending_copy = None
-
-    def _wait_for_reads(self) -> None:
-        """Makes the current streams wait for reads that another stream does, or waits for."""
-        reading = self._pending_read
-        if reading is None:
-            return
-        if reading.judged_future.done():
-            # The reads are over.
-            self._pending_read = None
-        else:
-            reading.barrier()
 
     def _start_checks(self, pending: _Pending, cause: Cause) -> Future[None] | None:
         """Starts all checks, on the training thread. If a device works on them, the outcome comes later. Then this
@@ -304,13 +280,11 @@ class Snapshotter:
                 pending.deferred_ticket.fence()
             except CkptError as exc:
                 # A storage was freed during the copy. It may be back by now, so the tensor cannot be named.
-                self._trust.turn_off(f"a deferred copy failed: {exc}. Call ck.fence() before a storage is freed")
+                self.trust.turn_off(f"a deferred copy failed: {exc}. Call ck.fence() before a storage is freed")
                 raise
-        asked = self._start_comparisons(pending)
-        if cause in (Cause.HOOK, Cause.FENCE) and plan.unproven_pieces:
-            asked.append(
-                _await_differing_keys(plan, plan.unproven_pieces, self._copier.start_comparison(plan.unproven_pieces))
-            )
+        asked = [watch.start_comparison()]
+        if cause in (Cause.HOOK, Cause.FENCE):
+            asked.append(watch.compare_pieces(plan.unproven_pieces))
         pending.snapshot.stall_s += time.perf_counter() - started_s
 
         def judge() -> None:
@@ -318,9 +292,8 @@ class Snapshotter:
             changed = set().union(*(answer() for answer in asked))
             torn: set[Key] = set()
             if pending.deferred_ticket is not None and not pending.snapshot.done.done():
-                pending.eager_ticket.wait()
-                pending.deferred_ticket.wait()
-                torn = self._find_torn(pending) if pending.torn_keys is None else pending.torn_keys
+                pending.wait_for_writes()
+                torn = watch.find_torn() if pending.torn_keys is None else pending.torn_keys
             # Training pauses for this only if the copier blocks.
             if self._copier.is_blocking:
                 pending.snapshot.stall_s += time.perf_counter() - began_s
@@ -328,36 +301,18 @@ class Snapshotter:
 
         return self._run_when_copied(pending, judge)
 
-    def _start_comparisons(self, pending: _Pending) -> list[Callable[[], set[Key]]]:
-        """Starts the comparison of all watched tensors, as they are now, with the boundary."""
-        assert pending.plan.watch is not None
-        asked = [pending.plan.watch.start_comparison()]
-        if pending.spot is not None:
-            live = [pending.spot[0]]
-            asked.append(_await_differing_keys(pending.plan, live, self._copier.start_comparison(live)))
-        return asked
-
-    def _find_torn(self, pending: _Pending) -> set[Key]:
-        """The tensors whose staged bytes differ from the boundary. Call it before anything else may write there."""
-        assert pending.plan.watch is not None
-        torn = pending.plan.watch.find_torn()
-        if pending.spot is not None:
-            staged = [pending.spot[1]]
-            torn |= _await_differing_keys(pending.plan, staged, self._copier.start_comparison(staged))()
-        return torn
-
     def _judge_checks(self, pending: _Pending, cause: Cause, changed: set[Key], torn: set[Key]) -> None:
         """Draws the conclusions. `changed`: tensors that differ now from the boundary. `torn`: tensors whose bytes in
         the arena differ from the boundary, whatever the tensor holds now."""
         plan = pending.plan
         if cause is Cause.BOUNDARY and changed:
             names = ", ".join(sorted({key[0] for key in changed})[:3])
-            self._trust.turn_off(f"{names} changed in a step in which no optimizer announced itself")
+            self.trust.turn_off(f"{names} changed in a step in which no optimizer announced itself")
         elif changed or torn:
-            self._trust.distrust(changed | torn)
+            self.trust.distrust(changed | torn)
         if cause in (Cause.HOOK, Cause.FENCE):
-            self._trust.add_proofs(plan.unproven_keys - changed)
-        if self._trust.version != plan.version:
+            self.trust.add_proofs(plan.unproven_keys - changed)
+        if self.trust.version != plan.version:
             with suppress(CkptError):  # already closed
                 self._tasks.submit(self.bindings.replan_all)
         if pending.deferred_ticket is None or pending.snapshot.done.done():
@@ -386,30 +341,22 @@ class Snapshotter:
 
     def _finish_snapshot(self, pending: _Pending) -> None:
         snapshot = pending.snapshot
-        device_s = 0.0
-        for ticket in (pending.eager_ticket, pending.deferred_ticket):
-            if ticket is not None:
-                ticket.wait()
-                device_s += ticket.stall_s()
+        pending.wait_for_writes()
         # A device is kept from work while the host enqueues, or longer.
-        snapshot.stall_s = max(snapshot.stall_s, device_s)
+        snapshot.stall_s = max(snapshot.stall_s, sum(ticket.stall_s() for ticket in pending.tickets))
         if not snapshot.done.done():
             snapshot.done.set_result(None)
 
-    def _fail_snapshot(self, snapshot: Snapshot, error: BaseException) -> None:
+    def _fail_snapshot(self, snapshot: Snapshot, error: BaseException, begun: _Pending | None = None) -> None:
+        """Abandons the snapshot because of `error`. `begun`: the copy, if a device may still write."""
         if snapshot.done.done():
-            self._trust.turn_off(f"the comparison failed: {error}")
-        else:
+            self.trust.turn_off(f"the comparison failed: {error}")
+        elif begun is None or self._copier.is_blocking:
             self._abandon(snapshot, f"it could not be copied: {error}")
-
-    def _fail_after_writes(self, snapshot: Snapshot, begun: _Pending | None, error: BaseException) -> None:
-        """As `_fail_snapshot`, but if a device may still write, the snapshot is abandoned only after that."""
-        if begun is None or self._copier.is_blocking or snapshot.done.done():
-            self._fail_snapshot(snapshot, error)
         else:
             self._abandon_after_writes(snapshot, begun, f"it could not be copied: {error}")
 
-    def _abandon_after_writes(self, snapshot: Snapshot, begun: _Pending | None, why: str = "interrupted") -> None:
+    def _abandon_after_writes(self, snapshot: Snapshot, begun: _Pending | None, why: str) -> None:
         """Abandons the snapshot once nothing writes into its arena. A thread of ours waits for that, so no Ctrl-C ends
         it."""
 
@@ -417,9 +364,7 @@ class Snapshotter:
             try:
                 if begun is not None:
                     with self._copier.background_context(begun.plan.devices):
-                        for ticket in (begun.eager_ticket, begun.deferred_ticket):
-                            if ticket is not None:
-                                ticket.wait()
+                        begun.wait_for_writes()
             finally:
                 if not snapshot.done.done():
                     self._abandon(snapshot, why)
@@ -441,10 +386,17 @@ class _Pending:
     snapshot: Snapshot
     plan: CopyPlan
     eager_ticket: Ticket
-    deferred_ticket: Ticket | None
-    spot: tuple[CopyPiece, CopyPiece] | None
+    deferred_ticket: Ticket | None = None
     checking_thread: int | None = None  # the thread that checks it
-    torn_keys: set[Key] | None = None  # the outcome of `Snapshotter._find_torn`, if known
+    torn_keys: set[Key] | None = None  # the outcome of `TensorWatch.find_torn`, if known
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [ticket for ticket in (self.eager_ticket, self.deferred_ticket) if ticket is not None]
+
+    def wait_for_writes(self) -> None:
+        for ticket in self.tickets:
+            ticket.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,9 +406,3 @@ class _PendingRead:
     barrier: Callable[[], None]
     judged_future: Future[None]
     storages: frozenset[int]
-
-
-def _await_differing_keys(
-    plan: CopyPlan, pieces: list[CopyPiece], differing: Callable[[], list[int]]
-) -> Callable[[], set[Key]]:
-    return lambda: {plan.keys_by_box[pieces[n].entry, pieces[n].box] for n in differing()}

@@ -7,31 +7,20 @@ A `CopyPiece` is a part of one live tensor, and the part of the arena that it is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ckpt.errors import CkptError
-from ckpt.layout.layout import Layout, Staging
+from ckpt.layout.layout import Staging
 from ckpt.trainer.state.shard import dense_bytes
+from ckpt.trainer.state.state_walk import Walk
 
 SERIAL_ELEMENTS = 16384  # torch copies fewer than 32768 elements without its thread pool
-
-
-class Walked(Protocol):
-    """The parts of a walk that copying needs. Per entry of `layout`: its live local tensors, one per box; and
-    `deferrable`, whether the tensor may be deferred once that is verified (see state_walk.Walk)."""
-
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def tensors(self) -> Sequence[Sequence[Tensor]]: ...
-    @property
-    def deferrable(self) -> Sequence[bool]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +44,7 @@ class CopyPiece:
         return self.source.dtype is torch.uint8 and self.source.dim() == 1
 
 
-def cut_pieces(walk: Walked, staging: Staging, data: memoryview) -> tuple[CopyPiece, ...]:
+def cut_pieces(walk: Walk, staging: Staging, data: memoryview) -> tuple[CopyPiece, ...]:
     """The pieces that fill `data` (a writable data region) as `staging` says, in order of target. Errors: CkptError if
     the staging does not fit the walk or the region, or splits an element, or if `data` is read-only."""
     arena = _as_tensor(data)
@@ -84,20 +73,14 @@ def _join_runs(staging: Staging) -> Iterator[tuple[int, int, int, int, int]]:
     segments = staging.segments
     if len(segments) == 0:
         return
-    columns = {field: segments[field].astype(np.int64) for field in ("entry", "box", "start", "length", "offset")}
-    stop, end = columns["start"] + columns["length"], columns["offset"] + columns["length"]
+    fields = "entry", "box", "start", "length", "offset"
+    entry, box, start, length, offset = (segments[field].astype(np.int64) for field in fields)
     joins = np.ones(len(segments) - 1, dtype=bool)
-    for before, after in (
-        (columns["entry"], columns["entry"]),
-        (columns["box"], columns["box"]),
-        (stop, columns["start"]),
-        (end, columns["offset"]),
-    ):
+    for before, after in ((entry, entry), (box, box), (start + length, start), (offset + length, offset)):
         joins &= before[:-1] == after[1:]
     first = np.flatnonzero(np.concatenate(([True], ~joins)))
-    lengths = np.add.reduceat(columns["length"], first)
-    heads = [columns[field][first].tolist() for field in ("entry", "box", "start")]
-    for run in zip(*heads, lengths.tolist(), columns["offset"][first].tolist(), strict=True):
+    runs = entry[first], box[first], start[first], np.add.reduceat(length, first), offset[first]
+    for run in zip(*(column.tolist() for column in runs), strict=True):
         if run[3]:
             yield run
 

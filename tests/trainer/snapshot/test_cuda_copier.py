@@ -202,7 +202,7 @@ def test_a_late_copy_leaves_the_waiting_to_the_optimizer_step() -> None:
             optimizer.step()
             it.snapshotter.note_boundary()
             it.snapshotter._tasks.submit(lambda: None).result()  # the comparison is judged on that thread
-        assert it.snapshotter.proven() == ["lazy copies of 4 tensors"]
+        assert it.snapshotter.trust.proven() == ["lazy copies of 4 tensors"]
         device.log.clear()
         snapshot = it.take()
         assert snapshot.is_deferred
@@ -353,11 +353,7 @@ def test_pages_are_locked_a_part_at_a_time_and_no_transfer_crosses_a_seam(
         assert len(device.locked) > 100
         assert sum(device.locked.values()) == it.staging.data_bytes
         assert all(address // (1 << 14) == (address + n - 1) // (1 << 14) for address, n in device.locked.items())
-        (part,) = (
-            it.snapshotter.bindings._bindings_by_slot[0]
-            .plan(it.snapshotter._trust, it.snapshotter._copier)
-            .eager_job._device_parts
-        )
+        (part,) = it.snapshotter.bindings._bindings_by_slot[0].plan().eager_job._device_parts
         targets = [target for _, parts in part._direct_copies for _, target in parts]
         targets += [target for _, target in part._mirror.transfers]
         transfers += [(target.data_ptr(), target.nbytes) for target in targets]
@@ -377,10 +373,7 @@ def test_clones_take_little_of_a_device_the_smallest_first_and_all_arenas_share_
     monkeypatch.setattr(cuda_copier, "CLONE_BYTES_MAX", 1000)
     state = odd_state(seed)
     with rig(lambda: (state, ()), copier=copier(Device())) as it:
-        plans = [
-            each.plan(it.snapshotter._trust, it.snapshotter._copier)
-            for each in it.snapshotter.bindings._bindings_by_slot.values()
-        ]
+        plans = [each.plan() for each in it.snapshotter.bindings._bindings_by_slot.values()]
         parts = [part for plan in plans for part in (*plan.eager_job._device_parts, *plan.deferred_job._device_parts)]
         assert len({part._clone_buffer.data_ptr() for part in parts if part._clone_buffer.nbytes}) == 1
         (part,) = plans[0].eager_job._device_parts
@@ -435,11 +428,11 @@ def test_a_plan_is_given_out_once_its_buffers_hold_what_they_begin_with() -> Non
     params, _ = large_state()
     made, had_to_wait = copier(device), list[bool]()
     with rig(lambda: (params, set(params)), copier=made, slots=1) as it:
-        binding, trust = it.snapshotter.bindings._bindings_by_slot[0], it.snapshotter._trust
+        binding, trust = it.snapshotter.bindings._bindings_by_slot[0], it.snapshotter.trust
 
         def meanwhile() -> None:
             device.on_query = lambda: None
-            other = threading.Thread(target=binding.plan, args=(trust, made))
+            other = threading.Thread(target=binding.plan)
             other.start()
             other.join(0.2)
             had_to_wait.append(other.is_alive())

@@ -122,8 +122,8 @@ def test_no_snapshot_is_torn_while_training_runs_into_its_copy() -> None:
             assert whole(it, snapshot, loop)
         assert loop.copier.copied_late > 0
         assert not it.events
-        assert it.snapshotter.proven() == ["lazy copies of 8 tensors"]
-        assert it.snapshotter.fallbacks() == []
+        assert it.snapshotter.trust.proven() == ["lazy copies of 8 tensors"]
+        assert it.snapshotter.trust.fallbacks() == []
 
 
 def test_a_real_copier_gives_the_same(seed: int) -> None:
@@ -198,7 +198,7 @@ def test_state_that_appears_with_the_first_step_is_saved_and_starts_unproven() -
         assert it.names() == []
         loop.run(it)
         assert it.names() == ["deferred_copy.changed"]
-        assert it.snapshotter.fallbacks() == ["new is copied at the boundary: it changed"]
+        assert it.snapshotter.trust.fallbacks() == ["new is copied at the boundary: it changed"]
 
 
 def test_load_state_dict_and_a_reassigned_buffer_are_saved_from_where_they_are_now() -> None:
@@ -287,7 +287,7 @@ def test_a_skipped_step_proves_nothing() -> None:
         for _ in range(5):
             it.snapshotter.note_boundary()
             assert not it.take().is_deferred
-        assert it.snapshotter.proven() == []
+        assert it.snapshotter.trust.proven() == []
 
 
 def test_an_optimizer_in_backward_without_hooks_turns_late_copies_off() -> None:
@@ -312,7 +312,7 @@ def test_an_optimizer_in_backward_without_hooks_turns_late_copies_off() -> None:
         assert not snapshot.is_deferred
         param.sum().backward()
         assert raw(it.staged(snapshot.slot)["w"]) == expected
-        assert it.snapshotter.fallbacks()[0].startswith("lazy copies off: w changed in a step")
+        assert it.snapshotter.trust.fallbacks()[0].startswith("lazy copies off: w changed in a step")
 
 
 def test_an_optimizer_without_hooks_is_found_before_anything_is_copied_late() -> None:
@@ -393,7 +393,7 @@ def test_an_edit_before_the_step_is_never_in_a_snapshot_that_counts(edit: str) -
                 EDITS[edit](edited)
             assert it.stamps(snapshot.slot)["layer0"] == {stamp}
             assert it.stamps(snapshot.slot)["layer0.moment"] == {stamp} or not snapshot.done.done()
-        assert it.snapshotter.fallbacks() == ["layer0 is copied at the boundary: it changed"]
+        assert it.snapshotter.trust.fallbacks() == ["layer0 is copied at the boundary: it changed"]
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -456,7 +456,7 @@ def test_weights_swapped_and_back_while_they_are_copied_are_never_in_a_snapshot_
         assert it.stamps(snapshot.slot)["layer0"] == {stamp - 0.5}
         assert snapshot.abandon_reason == "layer0 changed while the copy was under way"
         assert it.names() == ["deferred_copy.changed", "snapshot.abandoned"]
-        assert it.snapshotter.fallbacks() == ["layer0 is copied at the boundary: it changed"]
+        assert it.snapshotter.trust.fallbacks() == ["layer0 is copied at the boundary: it changed"]
         for _ in range(3):
             loop.run(it)
             (snapshot,) = loop.run(it)
@@ -930,7 +930,7 @@ def test_turned_off_nothing_is_late() -> None:
     loop = Loop()
     with rig(loop.state, lazy=False) as it:
         assert not any(snapshot.is_deferred for snapshot in loop.run(it, 6))
-        assert it.snapshotter.proven() == it.snapshotter.fallbacks() == []
+        assert it.snapshotter.trust.proven() == it.snapshotter.trust.fallbacks() == []
 
 
 def test_a_late_copy_that_fails_costs_the_snapshot_and_not_the_training() -> None:

@@ -51,7 +51,7 @@ def test_every_kind_of_tensor_is_of_one_step_when_it_is_copied_late(seed: int) -
             staged = it.staged(snapshot.slot)
             assert [name for name in state if raw(staged[name]) != expected[name]] == []
         assert not it.events
-        assert it.snapshotter.fallbacks() == []
+        assert it.snapshotter.trust.fallbacks() == []
         assert copier.copied_late > 0
         large = [name for name, tensor in state.items() if tensor.nbytes >= DEFERRED_BYTES_MIN]
-        assert it.snapshotter.proven() == [f"lazy copies of {len(large)} tensors"]
+        assert it.snapshotter.trust.proven() == [f"lazy copies of {len(large)} tensors"]

@@ -55,7 +55,7 @@ def prove(it: Rig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
             optimizer.step()
         it.snapshotter.note_boundary()
         it.snapshotter._tasks.submit(lambda: None).result()  # the comparison is judged on that thread
-    assert it.snapshotter.proven()
+    assert it.snapshotter.trust.proven()
 
 
 def step_on(stream: torch.cuda.Stream, optimizer: torch.optim.Optimizer) -> None:
@@ -148,7 +148,7 @@ def test_a_second_optimizer_on_another_stream_waits_until_the_comparison_has_rea
             snapshot.done.result(60)
         it.snapshotter._tasks.submit(lambda: None).result()
         assert it.names() == []
-        assert it.snapshotter.proven() == [f"lazy copies of {len(params)} tensors"]
+        assert it.snapshotter.trust.proven() == [f"lazy copies of {len(params)} tensors"]
 
 
 @pytest.mark.parametrize("what", ["bind", "take"])
