@@ -17,7 +17,7 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ckpt.errors import CkptError
 from ckpt.threads import Outcome, Tasks
-from ckpt.trainer.state.pieces import CopyPiece, flat_bytes, split_piece
+from ckpt.trainer.state.pieces import CopyPiece, flat_bytes, group_pieces, split_piece
 
 Unit = Callable[[], None]
 
@@ -252,21 +252,16 @@ def _raise_niceness() -> None:
 
 def _copy_units(pieces: Sequence[CopyPiece]) -> list[Unit]:
     """The units of work in order of target: groups of small pieces, and single memmoves of larger ones."""
+
+    def joins(group: list[CopyPiece], nbytes: int, piece: CopyPiece) -> bool:
+        return nbytes < UNIT_BYTES and len(group) < GROUP_PIECES
+
     units: list[Unit] = []
     for grouped, run in groupby(pieces, key=_is_grouped):
-        if not grouped:
+        if grouped:
+            units += map(_group_unit, group_pieces(run, joins))
+        else:
             units += [_memmove_unit(p) for piece in run for p in split_piece(piece, UNIT_BYTES)]
-            continue
-        group: list[CopyPiece] = []
-        group_bytes = 0
-        for piece in run:
-            group.append(piece)
-            group_bytes += piece.nbytes
-            if group_bytes >= UNIT_BYTES or len(group) == GROUP_PIECES:
-                units.append(_group_unit(group))
-                group, group_bytes = [], 0
-        if group:
-            units.append(_group_unit(group))
     return units
 
 
@@ -289,7 +284,7 @@ def _group_unit(pieces: Sequence[CopyPiece]) -> Unit:
     """One unit of work for several small pieces."""
     units: list[Unit] = []
     others: list[CopyPiece] = []
-    for run in _adjoining_runs(pieces):
+    for run in group_pieces(pieces, _joins_run):
         if len(run) > 1:
             units.append(_concatenate_unit(run))
         else:
@@ -304,20 +299,10 @@ def _group_unit(pieces: Sequence[CopyPiece]) -> Unit:
     return unit
 
 
-def _adjoining_runs(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
-    """Tiny pieces whose targets adjoin, together, below RUN_BYTES; every other piece alone."""
-    run: list[CopyPiece] = []
-    end = run_bytes = 0
-    for piece in pieces:
-        is_tiny = piece.nbytes <= TINY_BYTES and _is_flat(piece)
-        if run and not (is_tiny and piece.target.data_ptr() == end and run_bytes + piece.nbytes < RUN_BYTES):
-            yield run
-            run, run_bytes = [], 0
-        run.append(piece)
-        run_bytes += piece.nbytes
-        end = piece.target.data_ptr() + piece.nbytes if is_tiny else -1
-    if run:
-        yield run
+def _joins_run(run: list[CopyPiece], nbytes: int, piece: CopyPiece) -> bool:
+    """Tiny pieces whose targets adjoin are together, below RUN_BYTES; every other piece is alone."""
+    is_small = nbytes + piece.nbytes < RUN_BYTES and max(piece.nbytes, run[-1].nbytes) <= TINY_BYTES
+    return is_small and piece.adjoins(run[-1]) and _is_flat(piece) and _is_flat(run[-1])
 
 
 def _concatenate_unit(run: Sequence[CopyPiece]) -> Unit:

@@ -36,6 +36,7 @@ from ckpt.trainer.state.pieces import (
     CopyPiece,
     address_and_size,
     flat_bytes,
+    group_pieces,
     is_cuda_used,
     keep_for_stream,
     result_waiter,
@@ -374,7 +375,7 @@ def _make_mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
     others: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     transfers: list[tuple[Tensor, Tensor]] = []
     at = 0
-    for run in _adjoining(pieces):
+    for run in group_pieces(pieces, _joins_mirror):
         at = first = _pad_bytes(at)
         for is_flat, group in groupby(run, key=lambda piece: piece.is_flat):
             begin, sources = at, []
@@ -392,19 +393,9 @@ def _make_mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
     return _Mirror(joined, list(others.values()), transfers)
 
 
-def _adjoining(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
-    """Runs of pieces whose targets adjoin. In a clone of the run, each piece is aligned to its dtype."""
-    run: list[CopyPiece] = []
-    end = nbytes = 0
-    for piece in pieces:
-        if run and (piece.target.data_ptr() != end or nbytes % piece.target.element_size()):
-            yield run
-            run, nbytes = [], 0
-        run.append(piece)
-        nbytes += piece.nbytes
-        end = piece.target.data_ptr() + piece.nbytes
-    if run:
-        yield run
+def _joins_mirror(run: list[CopyPiece], nbytes: int, piece: CopyPiece) -> bool:
+    """Whether the targets adjoin, and the piece is aligned to its dtype in a clone of the run."""
+    return piece.adjoins(run[-1]) and nbytes % piece.target.element_size() == 0
 
 
 def _copy_to_device(device: torch.device, flat: Tensor) -> Tensor:

@@ -24,7 +24,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.events import Events
 from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, Copier, check_storage
-from ckpt.trainer.state.pieces import CopyPiece, is_cuda_used, keep_for_stream, result_waiter, split_piece
+from ckpt.trainer.state.pieces import (
+    CopyPiece,
+    group_pieces,
+    is_cuda_used,
+    keep_for_stream,
+    result_waiter,
+    split_piece,
+)
 from ckpt.trainer.state.shard import live_parts, storage_address
 from ckpt.types import format_count
 
@@ -269,17 +276,9 @@ def _samples(of: int, pieces: Sequence[CopyPiece]) -> Iterator[_Sample]:
 
 def _units(pieces: Sequence[CopyPiece]) -> Iterator[list[CopyPiece]]:
     """The pieces of one tensor as a copy reads them: large ones in parts, small ones together."""
-    unit: list[CopyPiece] = []
-    unit_bytes = 0
     unit_max = UNIT_BYTES if pieces[0].source.device.type == "cpu" else DEVICE_UNIT_BYTES
-    for part in (part for piece in pieces for part in split_piece(piece, unit_max)):
-        if unit and unit_bytes + part.nbytes > unit_max:
-            yield unit
-            unit, unit_bytes = [], 0
-        unit.append(part)
-        unit_bytes += part.nbytes
-    if unit:
-        yield unit
+    parts = (part for piece in pieces for part in split_piece(piece, unit_max))
+    return group_pieces(parts, lambda unit, nbytes, part: nbytes + part.nbytes <= unit_max)
 
 
 class Spot:

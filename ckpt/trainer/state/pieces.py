@@ -7,7 +7,7 @@ A `CopyPiece` is a part of one live tensor, and the part of the arena that it is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,10 @@ class CopyPiece:
     def is_flat(self) -> bool:
         """Whether the source is given as flat bytes."""
         return self.source.dtype is torch.uint8 and self.source.dim() == 1
+
+    def adjoins(self, before: CopyPiece) -> bool:
+        """Whether the target begins where that of the piece before ends."""
+        return self.target.data_ptr() == before.target.data_ptr() + before.nbytes
 
 
 def cut_pieces(walk: Walk, staging: Staging, data: memoryview) -> tuple[CopyPiece, ...]:
@@ -122,6 +126,22 @@ def split_piece(piece: CopyPiece, nbytes_max: int) -> Iterator[CopyPiece]:
         return
     for at in range(0, piece.nbytes, nbytes_max):
         yield CopyPiece(piece.entry, piece.box, piece.source[at : at + nbytes_max], piece.target[at : at + nbytes_max])
+
+
+def group_pieces(
+    pieces: Iterable[CopyPiece], joins: Callable[[list[CopyPiece], int, CopyPiece], bool]
+) -> Iterator[list[CopyPiece]]:
+    """The pieces in groups, in order. `joins(group, nbytes, piece)`: whether a piece joins the group of `nbytes`."""
+    group: list[CopyPiece] = []
+    nbytes = 0
+    for piece in pieces:
+        if group and not joins(group, nbytes, piece):
+            yield group
+            group, nbytes = [], 0
+        group.append(piece)
+        nbytes += piece.nbytes
+    if group:
+        yield group
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
