@@ -308,16 +308,7 @@ class Saver:
         assert self.link.terms is not None
         if not self.snapshotter.bindings.is_bound(number, self.walk, plan.staging):
             self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
-        trees = self.walker.values(self.walk)
-        if strays := self.walker.find_strays(self.walk, trees[0]):
-            # The next snapshot can succeed.
-            self._adopt_walk(self.walker.walk())
-            self.offer_changes(version)
-            raise SaveFailed(
-                f"{names.shorten_names(strays)} came into the state while it was read: between two steps, an object's "
-                "state_dict() has to return the same each time"
-            )
-        shared, own = state_nodes.encode_trees(*trees, self.walk.scan.constants)
+        shared, own = state_nodes.encode_trees(*self.walker.values(self.walk), self.walk.scan.constants)
         about = values.encode({"metrics": metrics, "ancestors": self.link.terms.ancestors})
         room = slot.arena.values_room(slot.declaration_place, len(plan.staging.frames))
         if len(shared) + len(own) + len(about) + 256 > room:

@@ -102,7 +102,7 @@ class OptimizerView:
     is_mixed: bool = False
 
     def constants(self) -> list[Any]:
-        """The parts of the payload that never change. A mixed optimizer's payload has newly read parts instead."""
+        """The parts of the payload that never change. The payload of a mixed optimizer's newer view has other parts."""
         return [*self.names_by_group, self.skeletons, self.skeleton_indices, self.rest, self.keyed]
 
     def read_again(self) -> OptimizerView:
@@ -110,8 +110,7 @@ class OptimizerView:
         return read_view(self.path, self.optimizer, self.params_by_group)
 
     def payload(self) -> dict[str, Any]:
-        """The values of this optimizer. Hyper-parameters are read anew; so is the rest if the optimizer is mixed."""
-        now = self.read_again() if self.is_mixed else self
+        """The values of this optimizer, of which hyper-parameters are read now."""
         groups = []
         for index, param_names in enumerate(self.names_by_group):
             _, hyper = _read_group(self.path, index, self.optimizer)
@@ -120,29 +119,11 @@ class OptimizerView:
             "kind": "optimizer",
             "class": class_of(self.optimizer),
             "groups": groups,
-            "skeletons": now.skeletons,
-            "state": now.skeleton_indices,
-            "rest": now.rest,
-            "keyed": now.keyed,
+            "skeletons": self.skeletons,
+            "state": self.skeleton_indices,
+            "rest": self.rest,
+            "keyed": self.keyed,
         }
-
-    def referred_names(self, payload: dict[str, Any]) -> Iterator[str]:
-        """The names of the tensors that `payload` refers to and that were read anew for it."""
-        for group in payload["groups"]:
-            yield from (name for _, name in group["tensors"])
-        for part in ("rest", "keyed"):
-            yield from (name for _, name in payload[part]["tensors"])
-        if self.is_mixed and (
-            payload["state"] != self.skeleton_indices or _paths(payload["skeletons"]) != _paths(self.skeletons)
-        ):
-            paths = _paths(payload["skeletons"])
-            for param, number in zip((p for line in self.params_by_group for p in line), payload["state"], strict=True):
-                if number >= 0:
-                    yield from (join(state_path(self.path, param.name), *path) for path in paths[number])
-
-
-def _paths(skeletons: Sequence[dict[str, Any]]) -> list[list[Path]]:
-    return [skeleton["tensors"] for skeleton in skeletons]
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:

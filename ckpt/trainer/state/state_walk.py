@@ -103,7 +103,8 @@ class Scan:
 
     - By path of a node: `tensors_by_node`, its tensors under all their names; `fixed_payloads`, a payload without any
       value that could change; `readers`, how a node is read that must be asked which tensors and values it holds;
-      `volatile`, the answer of each such node.
+      `volatile`, the answer of each such node; `payloads`, the values of the newest answer, which `StateWalker.values`
+      takes. So what is saved refers to no tensor that was not there when the structure was compared.
     - By name of a tensor: `tensors`, each tensor once; `aliases`, the other names, each with the name that the tensor
       is saved under; `orders`, the dimensions in memory of a tensor that is not row-major (shard.order_of).
     - `composites`: by path of a module, its tensors that are saved in parts, by name.
@@ -117,6 +118,7 @@ class Scan:
     fixed_payloads: dict[str, dict[str, Any]]
     readers: dict[str, Callable[[], Read]]
     volatile: dict[str, _Answer]
+    payloads: dict[str, dict[str, Any]]
     tensors: dict[str, tuple[NamedTensor, Pieces]]
     aliases: dict[str, str]
     orders: dict[str, list[int]]
@@ -141,13 +143,14 @@ class Scan:
             held |= {named.name for named in found if not isinstance(named.tensor, nn.Parameter)}
         return held & self.tensors.keys()
 
-    def payload(self, node: StateNode) -> dict[str, Any] | None:
-        """The values of a node as they are now; None for a node that belongs to the rank."""
-        payload = self.fixed_payloads.get(node.path)
-        if node.path in self.views:
-            payload = self.views[node.path].payload()
-        elif payload is None and node.path in self.readers:
+    def take_payload(self, node: StateNode) -> dict[str, Any] | None:
+        """The values of a node, as of its newest answer; None for a node that belongs to the rank."""
+        known = self.payloads.pop(node.path, None)
+        payload = self.fixed_payloads.get(node.path, known)
+        if payload is None and node.path in self.readers:
             payload = self.readers[node.path]()[1]
+        elif payload is None and node.path in self.views:
+            payload = self.views[node.path].payload()
         if node.path in self.composites:
             told = {name: composites.describe(tensor) for name, tensor in self.composites[node.path].items()}
             return {**(payload or {}), "composites": told}
@@ -208,6 +211,7 @@ class StateWalker:
         """Whether walk() would now find other names, dtypes, shapes, boxes or memory. Takes about 10 ms for 20,000
         tensors. It calls state_dict() of objects and custom modules, and get_extra_state() of modules that have it. It
         reshards FSDP2 modules that are left gathered."""
+        walk.scan.payloads.clear()
         for module in walk._gathered_modules:
             module.reshard()
         now = list(map(_signature, state_nodes.find_nodes(self.state)))
@@ -216,9 +220,9 @@ class StateWalker:
         try:
             if walk._fingerprint.is_stale() or any(tensor.requires_grad for tensor in walk.scan.frozen.values()):
                 return True
-            read = walk.scan.readers
-            now_held = [_fingerprint_answer(_make_answer(read[path]())) for path in walk.scan.volatile]
-            return now_held != walk._volatile_answers
+            answers = {path: read() for path, read in walk.scan.readers.items()}
+            walk.scan.payloads.update((path, payload) for path, (_, payload) in answers.items())
+            return [_fingerprint_answer(_make_answer(said)) for said in answers.values()] != walk._volatile_answers
         except RuntimeError:
             # A tensor has lost its storage. The next walk refuses it by name.
             return True
@@ -229,11 +233,12 @@ class StateWalker:
         return sorted(name for name, told in self._base.items() if self.saved_base.get(name, told) != told)
 
     def values(self, walk: Walk, positions: bool = True) -> tuple[Any, Any]:
-        """(shared, own): the values now, for the structure of `walk`. `shared` is by its nature the same on all ranks;
-        `own` is this rank's. They may hold live objects: encode them before the next step. `positions`: whether loaders
-        are asked for their state. That begins an epoch in a loader not iterated yet, so ask only after the restore."""
+        """(shared, own): the values for the structure of `walk`. Those of objects are as of the walk, or of a later
+        `has_changed`; call that just before. `shared` is by its nature the same on all ranks; `own` is this rank's.
+        They may hold live objects: encode them before the next step. `positions`: whether loaders are asked for their
+        state. That begins an epoch in a loader not iterated yet, so ask only after the restore."""
         scan = walk.scan
-        payloads = ((node.path, scan.payload(node)) for node in scan.nodes)
+        payloads = ((node.path, scan.take_payload(node)) for node in scan.nodes)
         objects = {path: payload for path, payload in payloads if payload is not None}
         loaders = [node for node in scan.nodes if positions and isinstance(node, LoaderNode)]
         here = self.coordinate
@@ -258,20 +263,6 @@ class StateWalker:
             self._base = hash_base(scan.frozen)
         return self._base
 
-    def find_strays(self, walk: Walk, shared: Any) -> list[str]:
-        """The tensors that `shared`, values for the structure of `walk`, refers to and the walk lacks. A checkpoint
-        with such values could not be restored. There are some only if an object answered `values` differently from
-        `has_changed`. Checks only values that were read anew."""
-        scan = walk.scan
-        referred: list[str] = []
-        for path, payload in shared["objects"].items():
-            if path in scan.views:
-                referred += scan.views[path].referred_names(payload)
-            elif path not in scan.fixed_payloads:
-                trees_of = payload["extra"].values() if payload["kind"] == "module" else (payload,)
-                referred += (name for tree in trees_of for _, name in tree["tensors"])
-        return sorted(name for name in referred if name not in scan.tensors and name not in scan.aliases)
-
     def find_streams(self, found: Sequence[StateNode]) -> dict[str, generators.RandomStream]:
         """The generators that belong to the state."""
         objects = {node.path: node.value for node in found if isinstance(node, GeneratorNode)}
@@ -286,6 +277,7 @@ class StateWalker:
         fixed: dict[str, dict[str, Any]] = {}
         readers: dict[str, Callable[[], Read]] = {}
         volatile: dict[str, _Answer] = {}
+        payloads: dict[str, dict[str, Any]] = {}
         parted: dict[str, dict[str, torch.Tensor]] = {}
         frozen: dict[str, torch.Tensor] = {}
         for node in all_nodes:
@@ -293,6 +285,7 @@ class StateWalker:
                 for module in names.find_fsdp_modules([m for _, m in names.modules(node.value)]):
                     module.reshard()
                 found[node.path], payload = node.read()
+                payloads[node.path] = payload
                 owners.add_module(node.path, node.value, found[node.path])
                 if self.trainable_only:
                     found[node.path], left = _part_frozen(node.value, found[node.path])
@@ -311,7 +304,8 @@ class StateWalker:
                     said = [named for named in found[node.path] if named.name in inner]
                     volatile[node.path] = _make_answer((said, payload))
             elif isinstance(node, (ObjectNode, DataNode)):
-                readers[node.path], found[node.path] = node.read, node.read()[0]
+                readers[node.path] = node.read
+                found[node.path], payloads[node.path] = node.read()
                 volatile[node.path] = found[node.path], ()
         for node in all_nodes:
             if isinstance(node, DataNode):
@@ -321,7 +315,7 @@ class StateWalker:
                 view = views[node.path] = optimizers.make_view(node.path, node.value, owners)
                 found[node.path] = view.tensors
                 if view.is_mixed:
-                    readers[node.path] = functools.partial(_read_mixed, view)
+                    readers[node.path], payloads[node.path] = functools.partial(_read_mixed, view), view.payload()
                     volatile[node.path] = view.tensors, ()
         world = math.prod(size for _, size in self.coordinate.mesh)
         tensors, aliases = _deduplicate(all_nodes, found, owners, views, Cutter(world))
@@ -329,9 +323,8 @@ class StateWalker:
         orders = _find_orders(tensors)
         parts = [*fixed.values(), aliases, orders, *(part for view in views.values() for part in view.constants())]
         constants = values.Constants(parts)
-        return Scan(
-            all_nodes, found, views, fixed, readers, volatile, tensors, aliases, orders, constants, parted, frozen
-        )
+        by_path = found, views, fixed, readers, volatile, payloads
+        return Scan(all_nodes, *by_path, tensors, aliases, orders, constants, parted, frozen)
 
 
 def _part_frozen(root: nn.Module, found: Sequence[NamedTensor]) -> tuple[list[NamedTensor], dict[str, torch.Tensor]]:
@@ -368,7 +361,8 @@ def _make_answer(read: Read) -> _Answer:
 
 
 def _read_mixed(view: OptimizerView) -> Read:
-    return view.read_again().tensors, {}
+    now = view.read_again()
+    return now.tensors, now.payload()
 
 
 def _deduplicate(
