@@ -72,8 +72,8 @@ class Walk:
     - `may_have_replicas`: whether other ranks may hold equal boxes.
 
     `scan`: the structure that was walked. The rest is what `StateWalker.has_changed` compares: the signatures of all
-    nodes, the fingerprint of plain containers and tensors, and the answers of `Scan.volatile`, in that order. FSDP2
-    modules that may be left gathered are resharded before.
+    nodes, the fingerprint of plain containers and tensors, and the answers of `Scan.readers`. FSDP2 modules that may be
+    left gathered are resharded before.
     """
 
     layout: Layout
@@ -83,7 +83,7 @@ class Walk:
     scan: Scan
     _node_signatures: list[tuple[Any, ...]]
     _fingerprint: Fingerprint
-    _volatile_answers: list[Any]
+    _answers: list[Any]
     _gathered_modules: list[Any]
 
     @property
@@ -103,8 +103,8 @@ class Scan:
 
     - By path of a node: `tensors_by_node`, its tensors under all their names; `fixed_payloads`, a payload without any
       value that could change; `readers`, how a node is read that must be asked which tensors and values it holds;
-      `volatile`, the answer of each such node; `payloads`, the values of the newest answer, which `StateWalker.values`
-      takes. So what is saved refers to no tensor that was not there when the structure was compared.
+      `payloads`, the values of its newest answer, which `StateWalker.values` takes. So what is saved refers to no
+      tensor that was not there when the structure was compared.
     - By name of a tensor: `tensors`, each tensor once; `aliases`, the other names, each with the name that the tensor
       is saved under; `orders`, the dimensions in memory of a tensor that is not row-major (shard.order_of).
     - `composites`: by path of a module, its tensors that are saved in parts, by name.
@@ -117,7 +117,6 @@ class Scan:
     views: dict[str, OptimizerView]
     fixed_payloads: dict[str, dict[str, Any]]
     readers: dict[str, Callable[[], Read]]
-    volatile: dict[str, _Answer]
     payloads: dict[str, dict[str, Any]]
     tensors: dict[str, tuple[NamedTensor, Pieces]]
     aliases: dict[str, str]
@@ -157,10 +156,6 @@ class Scan:
         return payload
 
 
-# What a volatile node holds: the tensors that the fingerprint does not watch, and the names of its other values.
-_Answer = tuple[list[NamedTensor], tuple[str, ...]]
-
-
 class StateWalker:
     """Walks `state`, the live dict that the user registered. For the training thread only.
 
@@ -183,7 +178,7 @@ class StateWalker:
     @pause_gc()
     def walk(self) -> Walk:
         """Walks the whole state, without its values. Once per structure; takes about 15 us a tensor."""
-        scan = self.scan()
+        scan, answers = self._scan()
         modules = [m for node in scan.nodes if isinstance(node, ModuleNode) for _, m in names.modules(node.value)]
         fingerprint = Fingerprint(
             modules=[module for module in modules if isinstance(vars(module).get("_parameters"), dict)],
@@ -203,7 +198,7 @@ class StateWalker:
             scan=scan,
             _node_signatures=list(map(_signature, scan.nodes)),
             _fingerprint=fingerprint,
-            _volatile_answers=list(map(_fingerprint_answer, scan.volatile.values())),
+            _answers=list(map(_fingerprint_answer, answers)),
             _gathered_modules=names.find_fsdp_modules(modules),
         )
 
@@ -222,7 +217,7 @@ class StateWalker:
                 return True
             answers = {path: read() for path, read in walk.scan.readers.items()}
             walk.scan.payloads.update((path, payload) for path, (_, payload) in answers.items())
-            return [_fingerprint_answer(_make_answer(said)) for said in answers.values()] != walk._volatile_answers
+            return [*map(_fingerprint_answer, answers.values())] != walk._answers
         except RuntimeError:
             # A tensor has lost its storage. The next walk refuses it by name.
             return True
@@ -270,14 +265,18 @@ class StateWalker:
 
     def scan(self) -> Scan:
         """The structure of the state now."""
+        return self._scan()[0]
+
+    def _scan(self) -> tuple[Scan, list[Read]]:
+        """The structure, and what each node of `readers` has that the fingerprint does not watch."""
         all_nodes = state_nodes.find_nodes(self.state)
         owners = Owners()
         found: dict[str, list[NamedTensor]] = {}
         views: dict[str, OptimizerView] = {}
         fixed: dict[str, dict[str, Any]] = {}
         readers: dict[str, Callable[[], Read]] = {}
-        volatile: dict[str, _Answer] = {}
         payloads: dict[str, dict[str, Any]] = {}
+        answers: list[Read] = []
         parted: dict[str, dict[str, torch.Tensor]] = {}
         frozen: dict[str, torch.Tensor] = {}
         for node in all_nodes:
@@ -297,16 +296,15 @@ class StateWalker:
                     fixed[node.path] = payload
                 if names.is_custom(node.value):
                     readers[node.path] = node.read
-                    volatile[node.path] = _make_answer((found[node.path], payload))
+                    answers.append((found[node.path], payload))
                 elif payload["extra"]:
                     readers[node.path] = functools.partial(node.read_extra, names.find_extra_state(node.value))
                     inner = {name for body in payload["extra"].values() for _, name in body["tensors"]}
-                    said = [named for named in found[node.path] if named.name in inner]
-                    volatile[node.path] = _make_answer((said, payload))
+                    answers.append(([named for named in found[node.path] if named.name in inner], payload))
             elif isinstance(node, (ObjectNode, DataNode)):
                 readers[node.path] = node.read
-                found[node.path], payloads[node.path] = node.read()
-                volatile[node.path] = found[node.path], ()
+                found[node.path], payloads[node.path] = said = node.read()
+                answers.append(said)
         for node in all_nodes:
             if isinstance(node, DataNode):
                 owners.add_tensors(found[node.path])
@@ -316,15 +314,15 @@ class StateWalker:
                 found[node.path] = view.tensors
                 if view.is_mixed:
                     readers[node.path], payloads[node.path] = functools.partial(_read_mixed, view), view.payload()
-                    volatile[node.path] = view.tensors, ()
+                    answers.append((view.tensors, payloads[node.path]))
         world = math.prod(size for _, size in self.coordinate.mesh)
         tensors, aliases = _deduplicate(all_nodes, found, owners, views, Cutter(world))
         _check_trained_saved(all_nodes, found, views)
         orders = _find_orders(tensors)
         parts = [*fixed.values(), aliases, orders, *(part for view in views.values() for part in view.constants())]
         constants = values.Constants(parts)
-        by_path = found, views, fixed, readers, volatile, payloads
-        return Scan(all_nodes, *by_path, tensors, aliases, orders, constants, parted, frozen)
+        by_path = found, views, fixed, readers, payloads
+        return Scan(all_nodes, *by_path, tensors, aliases, orders, constants, parted, frozen), answers
 
 
 def _part_frozen(root: nn.Module, found: Sequence[NamedTensor]) -> tuple[list[NamedTensor], dict[str, torch.Tensor]]:
@@ -354,10 +352,6 @@ def hash_base(frozen: Mapping[str, torch.Tensor]) -> dict[str, str]:
                 told = f"{tuple(whole.shape)} {local.dtype} {_hash_tensor(local)}"
                 found[part.name] = xxhash.xxh3_128_hexdigest(told.encode())
     return found
-
-
-def _make_answer(read: Read) -> _Answer:
-    return read[0], tuple(read[1].get("extra", ()))
 
 
 def _read_mixed(view: OptimizerView) -> Read:
@@ -456,10 +450,10 @@ def _is_same_signature(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] is b[0] and a[1] == b[1] and a[2] is b[2]
 
 
-def _fingerprint_answer(said: _Answer) -> Any:
-    """The names, boxes and addresses of an answer. Compare it with another only while this answer's tensors are
-    alive."""
-    tensors, value_names = said
+def _fingerprint_answer(said: Read) -> Any:
+    """The names of an answer's values, and the names, boxes and addresses of its tensors. Compare it with another only
+    while this answer's tensors are alive."""
+    tensors, payload = said
     places: list[tuple[Any, ...]] = []
     for named in tensors:
         tensor = named.tensor
@@ -469,7 +463,8 @@ def _fingerprint_answer(said: _Answer) -> Any:
             places.append((named.name, tensor.shape, tensor.placements))  # type: ignore[attr-defined]
         else:
             places.append((named.name,))
-    return value_names, places, geometry([part for named in tensors for part in live_parts(named.tensor)])
+    parts = [part for named in tensors for part in live_parts(named.tensor)]
+    return tuple(payload.get("extra", ())), places, geometry(parts)
 
 
 # ------------------------------------------------------------------------------------------------------------ hashes
