@@ -63,8 +63,8 @@ class JoinTerms:
 
 @dataclass(frozen=True, slots=True)
 class EndOrder:
-    """The agent's message that no further boundary can be expected: end the process where it is. `wait`: first wait for
-    running saves. `by_s`: the deadline, on the monotonic clock."""
+    """The agent's message that no further boundary can be expected: end the process where it is.
+    `is_after_saves`: first wait for running saves. `deadline_s`: on the monotonic clock."""
 
     reason: str
     is_after_saves: bool
@@ -89,7 +89,7 @@ class Link:
     end_order: EndOrder | None = None
     # A deadline came, maybe with an `end_order`.
     on_deadline: Callable[[float], None] = lambda by_s: None
-    on_late: Callable[[int, int], None] = lambda attempt, step: None  # see Saver.late
+    on_late: Callable[[int, int], None] = lambda attempt, step: None  # see Saver.report_late
     slots: Slots = field(init=False)
     fetch_inbox: queue.SimpleQueue[messages.Message | None] | None = None
     terms: JoinTerms | None = None

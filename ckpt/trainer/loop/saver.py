@@ -46,8 +46,8 @@ UNSETTLED_MAX = 3  # a warning after so many missed appointments in a row, each 
 @dataclass(frozen=True, slots=True)
 class _Filling:
     """A snapshot that is being copied into the arena of a slot. The slot is held until the copy is over.
-    `attempt_number`: the number of the save attempt. `nth`: the index in the report's `stalls_s`. `stood_s`: how long
-    training stood still before the copy."""
+    `attempt_number`: the number of the save attempt. `stall_index`: in the report's `stalls_s`. `stall_before_copy_s`:
+    how long training stood still before the copy."""
 
     attempt_number: int
     slot_number: int

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class StepTracking:
-    """Counts the steps of optimizers, from `begin` to `close`. `walk()`: the present walk. These optimizers
+    """Counts the steps of optimizers, from `install_hooks` to `close`. `walk()`: the present walk. These optimizers
     count:
     - those in `state`;
     - those that own a tensor of the state, inside wrappers or not registered;
@@ -39,7 +39,7 @@ class StepTracking:
     Facts since the last boundary:
     - `finished_updates`: how many steps have ended; `is_fenced`: whether changes by hand were announced; `is_swapped`:
       whether `ck.swapped()` has put other weights in;
-    - `collected`: what each of `scalers` was collecting for one step, as of the boundary;
+    - `scaler_states`: what each of `scalers` was collecting for one step, as of the boundary;
     - `foreign_optimizer`: an optimizer that has stepped and owns nothing of the state, while none that counts has or
       was to.
 
@@ -92,7 +92,7 @@ class StepTracking:
             hook.remove()
 
     def read_scaler_states(self) -> Sequence[object]:
-        """The present value for `collected`. A scaler's update(), also after a step that it skipped, begins another
+        """The present value for `scaler_states`. A scaler's update(), also after a step that it skipped, begins another
         collection. None: the scaler is in the middle of a step."""
         found = (getattr(scaler, "_per_optimizer_states", None) for scaler in self.scalers)
         return [None if each else each for each in found]

@@ -21,8 +21,8 @@ from ckpt.types import Version
 
 
 class Steps:
-    """Counts the steps from `start`, the restored one. `last_ended`: the last ended step. `sub`: how many polls and
-    saves have come since that step ended."""
+    """Counts the steps from `start_step`, the restored one. `last_ended`: the last ended step. `sub`: how many polls
+    and saves have come since that step ended."""
 
     def __init__(self, start: int, saver: Saver, updates: StepTracking, watch: LoaderWatch, events: Events) -> None:
         self.start_step = self.last_ended = start

@@ -359,9 +359,9 @@ def _choose_cloned(pieces: Sequence[CopyPiece]) -> set[CopyPiece]:
 
 @dataclass(frozen=True, slots=True)
 class _Mirror:
-    """How small pieces get into a clone, and the clone into the arena. `joined`: plain bytes that adjoin there,
-    concatenated at two thirds of the cost of single copies. `others`: grouped by dtype, else torch would copy them one
-    by one. `transfers`: (part of the clone, target)."""
+    """How small pieces get into a clone, and the clone into the arena. `concatenated`: plain bytes that adjoin there,
+    at two thirds of the cost of single copies. `by_dtype`: other pieces, else torch would copy them one by one.
+    `transfers`: (part of the clone, target)."""
 
     concatenated: list[tuple[list[Tensor], Tensor]]
     by_dtype: list[tuple[list[Tensor], list[Tensor]]]

@@ -105,7 +105,7 @@ _ATTRIBUTE_GETTERS: tuple[Callable[[torch.Tensor], Any], ...] = (
 )
 _CONTIGUOUS_INDEX = _ATTRIBUTE_GETTERS.index(torch.Tensor.is_contiguous)
 
-BatchAttributes = list[list[Any]]  # by attribute in _OF, then by tensor of one batch
+BatchAttributes = list[list[Any]]  # by attribute getter, then by tensor of one batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Geometry:
 
 
 def geometry(tensors: Sequence[torch.Tensor]) -> Geometry:
-    """The addresses, strides, shapes and dtypes of plain local tensors, _AT_ONCE tensors at a time."""
+    """The addresses, strides, shapes and dtypes of plain local tensors, in batches."""
     with torch._C.DisableTorchFunctionSubclass():
         answers = list(map(_read_attributes, _batches(tensors)))
         return Geometry(answers, _strides(tensors, answers))

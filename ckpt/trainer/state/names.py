@@ -204,8 +204,8 @@ class CustomStateDict:
 
 
 def load_state_dict(root: nn.Module, state: Mapping[str, Any], versions: Mapping[str, int]) -> list[str]:
-    """Gives a custom module what Said.of() returned, by the module's own keys; `state` may lack some of them. Returns
-    the keys that the module reports as unexpected, as torch's own load_state_dict() does."""
+    """Gives a custom module what CustomStateDict.read() returned, by the module's own keys; `state` may lack some of
+    them. Returns the keys that the module reports as unexpected, as torch's own load_state_dict() does."""
     module, given = unwrap(root), OrderedDict(state)
     names = {key: _canonical_key(module, key) for key in _state_dict(module)[1]}
     told = ((key, {"version": versions[name]}) for key, name in names.items() if name in versions)
