@@ -87,7 +87,7 @@ def _lacks_values(saved: SharedValues, scan: Scan, manifest: Manifest) -> bool:
     names = {spec.name for spec in manifest.tensors} | saved.aliases.keys()
     for node in scan.nodes:
         if isinstance(node, ModuleNode):
-            if not node.payload()["extra"].keys() <= saved.modules.get(node.path, {}).keys():
+            if not scan.payloads[node.path]["extra"].keys() <= saved.modules.get(node.path, {}).keys():
                 return True
         elif isinstance(node, OptimizerNode):
             held = saved.optimizers.get(node.path)

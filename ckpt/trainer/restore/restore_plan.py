@@ -150,7 +150,7 @@ class _NodeTargets:
 
     def plan_module(self, node: ModuleNode) -> None:
         root: torch.nn.Module = node.value
-        saved, live = self.requests.saved.modules.get(node.path, {}), node.payload()["extra"]
+        saved, live = self.requests.saved.modules.get(node.path, {}), self.scan.payloads[node.path]["extra"]
         loads: dict[str, Callable[[], Any]] = {}
         for key in live:
             if key in saved:
@@ -222,8 +222,9 @@ class _NodeTargets:
             self.requests.note_other_kind(node.path, "object")
             return
         # A user's class may know how to load another class's keys. A scheduler takes any keys, so it is checked here.
+        live = self.scan.payloads[node.path]["value"]
         if isinstance(node.value, LRScheduler) and self.requests.is_of_another_class(
-            node.path, type(node.value).__name__, _key_texts(node.payload()["value"]), _key_texts(saved.value)
+            node.path, type(node.value).__name__, _key_texts(live), _key_texts(saved.value)
         ):
             self.requests.used_names.update(name for _, name in saved.tensors)
             return
@@ -391,8 +392,7 @@ class _NodeTargets:
         for held in (saved.data, saved.objects, saved.optimizers, saved.modules):
             found |= {path for path in held if path not in paths}
         for path, keys in saved.modules.items():
-            node = next((node for node in self.scan.nodes if node.path == path), None)
-            live = node.payload()["extra"] if isinstance(node, ModuleNode) else keys
+            live = self.scan.payloads.get(path, {}).get("extra", keys)
             found |= {names.join(path, key) for key in keys if key not in live}
         for path, view in self.scan.views.items():
             kept = saved.optimizers[path].rest.value if path in saved.optimizers else {}

@@ -67,24 +67,14 @@ class StateNode:
         self.container[self.key] = value
 
 
-class ReadNode(StateNode):
-    """A node that is read by itself."""
-
-    def read(self) -> Read:
-        raise NotImplementedError
-
-    def payload(self) -> dict[str, Any]:
-        return self.read()[1]
-
-
-class DataNode(ReadNode):
+class DataNode(StateNode):
     """Plain values and tensors, nested in any way."""
 
     def read(self) -> Read:
         return read_tree("data", self.value, self.path)
 
 
-class ObjectNode(ReadNode):
+class ObjectNode(StateNode):
     """An object with state_dict() and load_state_dict(): a scheduler, a scaler, the user's own."""
 
     def read(self) -> Read:
@@ -100,7 +90,7 @@ class GeneratorNode(StateNode):
     """A random number generator. It belongs to the rank."""
 
 
-class ModuleNode(ReadNode):
+class ModuleNode(StateNode):
     """A module: its parameters, persistent buffers and extra state; for a custom one (names.is_custom), its
     state_dict()."""
 

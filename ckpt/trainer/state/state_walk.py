@@ -316,7 +316,7 @@ class StateWalker:
                     readers[node.path], payloads[node.path] = functools.partial(_read_mixed, view), view.payload()
                     answers.append((view.tensors, payloads[node.path]))
         world = math.prod(size for _, size in self.coordinate.mesh)
-        tensors, aliases = _deduplicate(all_nodes, found, owners, views, Cutter(world))
+        tensors, aliases = _deduplicate(all_nodes, found, payloads, owners, views, Cutter(world))
         _check_trained_saved(all_nodes, found, views)
         orders = _find_orders(tensors)
         parts = [*fixed.values(), aliases, orders, *(part for view in views.values() for part in view.constants())]
@@ -362,6 +362,7 @@ def _read_mixed(view: OptimizerView) -> Read:
 def _deduplicate(
     all_nodes: Sequence[StateNode],
     found: dict[str, list[NamedTensor]],
+    payloads: dict[str, dict[str, Any]],
     owners: Owners,
     views: dict[str, OptimizerView],
     cutter: Cutter,
@@ -378,7 +379,7 @@ def _deduplicate(
         bare = named.tensor.tensor if isinstance(named.tensor, Shard) else named.tensor
         name = first.setdefault(id(bare), named.name)
         if named.name in tensors or named.name in aliases:
-            why = _same_name_reason(all_nodes, named.name) or "; rename one (a key with a dot?)"
+            why = _same_name_reason(payloads, named.name) or "; rename one (a key with a dot?)"
             raise UsageError(f"two tensors of the state have the name {named.name!r}{why}")
         if name != named.name:
             aliases[named.name] = name
@@ -424,16 +425,15 @@ def _check_trained_saved(
                     )
 
 
-def _same_name_reason(all_nodes: Sequence[StateNode], name: str) -> str:
+def _same_name_reason(payloads: dict[str, dict[str, Any]], name: str) -> str:
     """Why two tensors of one tree have the name `name`: a number and a text as keys are written alike; "" if they are
     not."""
-    for node in all_nodes:
-        if isinstance(node, (ObjectNode, DataNode)):
-            paths = [path for path, each in node.payload()["tensors"] if each == name]
-            for one, two in itertools.pairwise(paths):
-                keys = next(((a, b) for a, b in zip(one, two, strict=False) if a != b), None)
-                if keys is not None and str(keys[0]) == str(keys[1]):
-                    return f", since the keys {keys[0]!r} and {keys[1]!r} are written alike; use one kind of key"
+    for payload in payloads.values():
+        paths = [path for path, each in payload.get("tensors", ()) if each == name]
+        for one, two in itertools.pairwise(paths):
+            keys = next(((a, b) for a, b in zip(one, two, strict=False) if a != b), None)
+            if keys is not None and str(keys[0]) == str(keys[1]):
+                return f", since the keys {keys[0]!r} and {keys[1]!r} are written alike; use one kind of key"
     return ""
 
 
