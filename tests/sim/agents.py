@@ -252,12 +252,6 @@ class SimServer(EventLoop):
     def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
         self.agent.happens(what, delay_s)
 
-    def watch_death(self, peer: Peer) -> None:
-        pass
-
-    def unwatch_death(self, peer: Peer) -> None:
-        pass
-
     def disconnect_peer(self, peer: Peer) -> None:
         if peer.is_open:
             self.peers.pop(peer, None)
@@ -287,6 +281,12 @@ class SimPeer(Peer):
         if self.is_open:
             self.is_open = False
             self._say(lambda: self._far.ended("it closed the connection"))
+
+    def watch_death(self) -> None:
+        pass
+
+    def unwatch_death(self) -> None:
+        pass
 
     def _say(self, what: Callable[[], None]) -> None:
         """It arrives also where the agent is gone by then."""

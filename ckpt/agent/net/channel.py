@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ckpt.agent.net import framing, handshake
-from ckpt.agent.net.dialer import Loop
 from ckpt.agent.net.handshake import Session
+from ckpt.agent.runtime.connections import Loop, deliver
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.addresses import SILENCE_S_MAX
@@ -49,12 +49,13 @@ class ChannelHandler(Protocol):
 
 
 class Channel:
-    """One control connection; owns the socket. `peer`: the authenticated name of the other agent. Main thread only."""
+    """One control connection; owns the socket. `peer`: the authenticated name of the other agent. `host`: the address
+    that it leads to. Main thread only."""
 
     def __init__(
         self, loop: Loop, sock: socket.socket, session: Session, receiver: ChannelHandler, clock: Clock | None = None
     ) -> None:
-        self.peer = session.peer
+        self.peer, self.host = session.peer, str(sock.getpeername()[0])
         self.secret_id = session.secret_id
         self.is_open = True
         self._loop, self._sock, self._session, self._handler = loop, sock, session, receiver
@@ -217,19 +218,5 @@ class Channel:
         self._last_received_s = self._clock.now_s()
         self._buffer, self._received_bytes = bytearray(handshake.RECORD_HEADER_BYTES), 0
         message = self._assembler.add(kind, payload)
-        if message is not None:
-            self._handle(message)
-
-    def _handle(self, message: Message) -> None:
-        try:
-            self._handler.message(self, message)
-        except CkptError as exc:
-            request_id = message.fields.get("id")
-            if isinstance(request_id, int):
-                self.refuse(request_id, exc)
-            else:
-                log.warning("%s of agent %s: %s", message.kind, self.peer, exc)
-        except Exception as exc:
-            what = "the connection to agent %s was closed: its message %r is malformed: %r"
-            log.warning(what, self.peer, message.kind[:100], exc, exc_info=True)
+        if message is not None and not deliver(self._handler.message, self, message, f"agent {self.peer}"):
             self._end_connection(f"sent a malformed message: {message.kind[:100]}")

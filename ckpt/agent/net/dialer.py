@@ -13,10 +13,10 @@ import os
 import selectors
 import socket
 from collections.abc import Callable
-from typing import Protocol
 
 from ckpt.agent.net import handshake
 from ckpt.agent.net.handshake import Answerer, Dialler, NotAuthentic, Session
+from ckpt.agent.runtime.connections import Loop, ServerSocket, create_server
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError
 from ckpt.ipc.addresses import Address, SocketAddress, resolve, tune
@@ -27,31 +27,7 @@ log = logging.getLogger("ckpt")
 CONNECT_S = 5.0
 HANDSHAKE_S = 5.0
 HALF_OPEN_MAX = 64
-SWEEP_S = 0.1  # the least time between checks for overdue handshakes
-ACCEPT_RETRY_S = 1.0  # the pause before accepting again after `accept` failed
 LOG_INTERVAL_S = 60.0  # the least time between log lines about refused connections
-_BACKLOG = 256
-
-
-class Loop(Protocol):
-    """The part of the agent's main loop that connections need. Only `post` may be called from any thread."""
-
-    def watch(self, sock: socket.socket, events: int, what: Callable[[int], None]) -> None:
-        """Calls `what(events)` whenever the socket is ready for some of `events` (selectors.EVENT_READ, EVENT_WRITE).
-
-        A second call for the same socket replaces the first. `what` may be called once more after `unwatch`, in the
-        same iteration of the loop."""
-        ...
-
-    def unwatch(self, sock: socket.socket) -> None: ...
-
-    def post(self, what: Callable[[], None]) -> None:
-        """Runs `what` on the main thread, soon; calls run in order."""
-        ...
-
-    def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
-        """Runs `what` on the main thread after `delay_s`. It cannot be cancelled."""
-        ...
 
 
 Done = Callable[[socket.socket, Session], None]
@@ -150,29 +126,22 @@ def dial(loop: Loop, place: SocketAddress, exchange: Dialler, done: Done, failed
     """Starts a connection and its handshake. Errors: AgentError if it fails at once, as without a route; later errors
     go to `failed`."""
     to = f"the agent at {Address(str(place.sockaddr[0]), int(place.sockaddr[1]))}"
+    sock: socket.socket | None = None
     try:
         sock = socket.socket(place.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    except OSError as exc:
-        raise AgentError(f"{to} cannot be connected to: {exc}") from exc
-    try:
         tune(sock)
         code = sock.connect_ex(place.sockaddr)
         if code not in (0, errno.EINPROGRESS):
-            raise AgentError(f"{to} cannot be connected to: {os.strerror(code)}")
+            raise OSError(code, os.strerror(code))
         greeting = PendingHandshake(loop, sock, exchange, to, done, failed)
         loop.call_later(CONNECT_S + HANDSHAKE_S, greeting.time_out)
         return greeting
-    except OSError as exc:
-        sock.close()
-        raise AgentError(f"{to} cannot be connected to: {exc}") from exc
-    except BaseException:
-        sock.close()
+    except BaseException as exc:
+        if sock is not None:
+            sock.close()
+        if isinstance(exc, OSError):
+            raise AgentError(f"{to} cannot be connected to: {exc.strerror or exc}") from exc
         raise
-
-
-def _listen_error(address: Address, why: object) -> AgentError:
-    what = "--listen and CKPT_LISTEN take an address of this machine and a port that is free (0: any)"
-    return AgentError(f"cannot listen on {address}: {why}; {what}")
 
 
 class PeerListener:
@@ -192,100 +161,45 @@ class PeerListener:
         """Starts to listen. A host name (no literal) is looked up, which blocks. Errors: AgentError if it fails."""
         self._loop, self._make_answerer, self._on_connection = loop, made, done
         self._clock = clock or SystemClock()
-        self._half_open: dict[int, tuple[PendingHandshake, float]] = {}  # with its deadline; oldest first
-        self._is_sweep_scheduled = False
-        self._last_number = 0
         self._refused_count = 0
         self._last_log_s: float | None = None
         try:
             place = resolve(address, passive=True)[0]
-        except AgentError as exc:
-            raise _listen_error(address, exc) from exc
-        self._sock = socket.socket(place.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._sock.bind(place.sockaddr)
-            self._sock.listen(_BACKLOG)
-        except OSError as exc:
-            self._sock.close()
-            raise _listen_error(address, exc.strerror or exc) from exc
-        self.address = Address(address.host, int(self._sock.getsockname()[1]))
-        loop.watch(self._sock, selectors.EVENT_READ, self._on_connect)
+            sock = create_server(place.family, place.sockaddr)
+        except (AgentError, OSError) as exc:
+            what = "--listen and CKPT_LISTEN take an address of this machine and a port that is free (0: any)"
+            raise AgentError(f"cannot listen on {address}: {exc}; {what}") from exc
+        self.address = Address(address.host, int(sock.getsockname()[1]))
+        self._listener = ServerSocket(loop, sock, self._start_handshake, clock)
 
     @property
     def half_open_count(self) -> int:
-        return len(self._half_open)
+        return len(self._listener.guests)
 
     def close(self) -> None:
-        if self._sock.fileno() >= 0:
-            self._loop.unwatch(self._sock)
-            self._sock.close()
-        for greeting, _ in self._half_open.values():
-            greeting.cancel()
-        self._half_open.clear()
+        self._listener.close()
 
-    def _on_connect(self, events: int) -> None:
-        # The bound gives other sockets of the loop their turn.
-        for _ in range(HALF_OPEN_MAX):
-            if self._sock.fileno() < 0:
-                return
-            try:
-                sock, sockaddr = self._sock.accept()
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                continue  # the peer has closed the connection already
-            except OSError as exc:
-                # No more descriptors. Accepting again at once would keep the loop busy.
-                log.warning("connections of other agents cannot be accepted: %s", exc)
-                self._loop.unwatch(self._sock)
-                self._loop.call_later(ACCEPT_RETRY_S, self._resume_accepting)
-                return
-            self._start_handshake(sock, str(sockaddr[0]))
-
-    def _resume_accepting(self) -> None:
-        if self._sock.fileno() >= 0:
-            self._loop.watch(self._sock, selectors.EVENT_READ, self._on_connect)
-
-    def _start_handshake(self, sock: socket.socket, host: str) -> None:
-        if len(self._half_open) >= HALF_OPEN_MAX:
-            oldest = next(iter(self._half_open))
-            self._half_open.pop(oldest)[0].cancel()
+    def _start_handshake(self, sock: socket.socket, sockaddr: tuple[str, int]) -> None:
+        if self.half_open_count >= HALF_OPEN_MAX:
+            self._listener.cancel_oldest()
             self._refuse("too many connections wait for a greeting")
-        self._last_number += 1
-        number = self._last_number
 
         def done(sock: socket.socket, session: Session) -> None:
-            self._half_open.pop(number, None)
+            self._listener.guests.pop(greeting, None)
             self._on_connection(sock, session)
 
         def failed(error: AgentError) -> None:
-            self._half_open.pop(number, None)
+            self._listener.guests.pop(greeting, None)
             self._refuse(str(error))
 
         try:
-            sock.setblocking(False)
             tune(sock)
-            greeting = PendingHandshake(
-                self._loop, sock, self._make_answerer(), f"who called from {host}", done, failed
-            )
-            self._half_open[number] = greeting, self._clock.now_s() + HANDSHAKE_S
-            if not self._is_sweep_scheduled:
-                self._sweep()
+            caller = f"who called from {sockaddr[0]}"
+            greeting = PendingHandshake(self._loop, sock, self._make_answerer(), caller, done, failed)
+            self._listener.add_guest(greeting, HANDSHAKE_S)
         except OSError as exc:
             sock.close()
-            self._refuse(f"a caller from {host}: {exc}")
-
-    def _sweep(self) -> None:
-        """Ends overdue handshakes. One timer serves all, since a flood of connections would leave a flood of timers."""
-        now_s = self._clock.now_s()
-        for greeting, end_s in list(self._half_open.values()):
-            if end_s <= now_s:
-                greeting.time_out()
-        self._is_sweep_scheduled = bool(self._half_open)
-        if self._is_sweep_scheduled:
-            _, end_s = next(iter(self._half_open.values()))
-            self._loop.call_later(max(end_s - now_s, SWEEP_S), self._sweep)
+            self._refuse(f"a caller from {sockaddr[0]}: {exc}")
 
     def _refuse(self, why: str) -> None:
         """Logs a refused connection, at most once in LOG_INTERVAL_S, so that strangers cannot fill the disk."""

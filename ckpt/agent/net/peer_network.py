@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import psutil
 
 from ckpt.agent.net.channel import Channel
-from ckpt.agent.net.dialer import Loop, PeerListener, PendingHandshake, dial
+from ckpt.agent.net.dialer import PeerListener, PendingHandshake, dial
 from ckpt.agent.net.handshake import Answerer, Dialler, Role, Session
 from ckpt.agent.net.progress import ANSWER_TIMEOUT_S, CHECK_INTERVAL_S, PeerRequest, Progress, Then
 from ckpt.agent.net.tcp_sender import TcpTransport
 from ckpt.agent.net.transport import MakeTransport, Transport
+from ckpt.agent.runtime.connections import Loop
 from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError, UsageError

@@ -36,11 +36,12 @@ from ckpt.agent.preemption.notice_relay import (
 from ckpt.agent.replication.parity_service import decode_ranks
 from ckpt.agent.replication.replica_store import decode_described
 from ckpt.agent.replication.survey import KeptReplica
+from ckpt.agent.runtime.connections import deliver
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.manifest_gather import encode_local_parts
 from ckpt.agent.snapshots.remote_share import AnyPeer, RemotePeer, WriteRequest
-from ckpt.errors import AgentError, CkptError, Superseded
+from ckpt.errors import AgentError, Superseded
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
@@ -462,17 +463,7 @@ class PeerHandlers(ClusterStartup):
     def _deliver_rank_message(self, peer: RemotePeer, message: Message) -> None:
         """Handles a remote rank's message as a local rank's. An error is answered to the rank or closes its connection,
         never the connection to its node."""
-        try:
-            self.message(peer, message)
-        except CkptError as exc:
-            request_id = message.fields.get("id")
-            if isinstance(request_id, int):
-                peer.refuse(request_id, exc)
-            else:
-                log.warning("%s of rank %d: %s", message.kind, peer.rank, exc)
-        except Exception as exc:
-            what = "the connection of rank %d was closed: its message %r is malformed: %r"
-            log.warning(what, peer.rank, message.kind[:100], exc, exc_info=True)
+        if not deliver(self.message, peer, message, f"rank {peer.rank}"):
             peer.disconnect()
 
     def _on_remote_start(self, channel: Channel, fields: dict[str, Any]) -> None:

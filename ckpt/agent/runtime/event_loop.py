@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckpt.agent.runtime.connections import BACKLOG, RETRY_S, ServerSocket, deliver
 from ckpt.agent.runtime.node_names import NodeNames
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError
 from ckpt.ipc import messages
 from ckpt.settings import WARNING_SIGNALS
 
@@ -38,7 +39,6 @@ WAIT_S_MAX = 3600.0
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A wait that ends this much too late means that the process was stopped, provided the thread was not at work.
 SUSPENDED_S_MIN = 10.0
-RETRY_S = 1.0  # until a failed settle or accept is tried again
 _UCRED = struct.Struct("3i")
 
 
@@ -144,12 +144,20 @@ class Peer:
 
     def watch_death(self) -> None:
         """Reports the end of the peer's process from now on. The socket's end is no proof, since forked children hold
-        it open."""
-        self.loop.watch_death(self)
+        it open. Errors: AgentError."""
+        if self.pidfd is None:
+            try:
+                self.pidfd = os.pidfd_open(self.pid)
+            except OSError as exc:
+                raise AgentError(f"cannot watch process {self.pid}: {exc}; is it in another pid namespace?") from exc
+            self.loop.watch(self.pidfd, selectors.EVENT_READ, lambda _: self.loop.report_death(self))
 
     def unwatch_death(self) -> None:
         """Stops watching the peer's process."""
-        self.loop.unwatch_death(self)
+        if self.pidfd is not None:
+            self.loop.unwatch(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = None
 
     def disconnect(self) -> None:
         """Closes the connection. The loop calls the handler's `peer_disconnected` after the current event."""
@@ -230,36 +238,28 @@ class EventLoop:
     def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._numbers), what))
 
-    def watch(self, sock: socket.socket, events: int, what: Callable[[int], None]) -> None:
-        """Calls `what(events)` whenever the socket is ready for some of `events`. A second call for a socket replaces
-        the first."""
+    def watch(self, sock: socket.socket | int, events: int, what: Callable[[int], None]) -> None:
+        """As `Loop.watch`; `sock` may be another descriptor."""
         try:
             self._selector.modify(sock, events, what)
         except KeyError:
             self._selector.register(sock, events, what)
 
-    def unwatch(self, sock: socket.socket) -> None:
+    def unwatch(self, sock: socket.socket | int) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(sock)
 
-    def watch_death(self, peer: Peer) -> None:
-        if peer.pidfd is not None:
-            return
-        try:
-            peer.pidfd = os.pidfd_open(peer.pid)
-        except OSError as exc:
-            raise AgentError(f"cannot watch process {peer.pid}: {exc}; is it in another pid namespace?") from exc
-        self._selector.register(peer.pidfd, selectors.EVENT_READ, functools.partial(self._on_death, peer))
-
-    def unwatch_death(self, peer: Peer) -> None:
-        if peer.pidfd is not None:
-            self._selector.unregister(peer.pidfd)
-            os.close(peer.pidfd)
-            peer.pidfd = None
+    def report_death(self, peer: Peer) -> None:
+        """The peer's process is dead: handles its last messages, then tells the handler."""
+        while self._receive(peer):
+            pass
+        peer.unwatch_death()
+        self._call_guarded(self._handler.peer_died, peer)
+        self.disconnect_peer(peer)
 
     def disconnect_peer(self, peer: Peer) -> None:
         if peer.is_open:
-            self._selector.unregister(peer.sock)
+            self.unwatch(peer.sock)
             self.peers.discard(peer)
             peer.close()
             self._disconnected_peers.append(peer)
@@ -268,16 +268,16 @@ class EventLoop:
         """Watches the peer's socket for room to send as long as packets wait."""
         if peer.is_open:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
-            self._selector.modify(peer.sock, events, functools.partial(self._on_peer, peer))
+            self.watch(peer.sock, events, functools.partial(self._on_peer, peer))
 
     def close(self) -> None:
         for peer in list(self.peers):
-            self.unwatch_death(peer)
-            self._selector.unregister(peer.sock)
+            peer.unwatch_death()
+            self.unwatch(peer.sock)
             peer.close()
         self.peers.clear()
-        self._selector.close()
         self._listener.close()
+        self._selector.close()
         os.close(self._wake_fd)
 
     # -- inside
@@ -290,34 +290,18 @@ class EventLoop:
             log.exception("the agent made a mistake, and goes on")
 
     def _settle(self) -> float | None:
-        try:
-            return self._handler.settle()
-        except Exception:
-            log.exception("the agent made a mistake, and goes on")
-            return time.monotonic() + RETRY_S
+        found: list[float | None] = []
+        self._call_guarded(lambda: found.append(self._handler.settle()))
+        return found[0] if found else time.monotonic() + RETRY_S
 
     def _listen(self) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.suppress(FileNotFoundError):
             # A killed agent has left this file. Nobody uses it, since this process holds the run lock.
             self.path.unlink()
-        self._listener.bind(os.fspath(self.path))
-        self._listener.listen(256)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
-
-    def _pause_accepting(self) -> None:
-        """Stops accepting connections for RETRY_S: a pending connection that fails would keep the loop busy."""
-        listener = self._listener
-        self._stop_accepting()
-
-        def again() -> None:
-            if listener.fileno() >= 0:  # else it was closed meanwhile
-                self._selector.register(listener, selectors.EVENT_READ, self._on_connect)
-
-        self.call_later(RETRY_S, again)
-
-    def _stop_accepting(self) -> None:
-        self.unwatch(self._listener)  # does nothing during a rest
+        sock.bind(os.fspath(self.path))
+        sock.listen(BACKLOG)
+        self._listener = ServerSocket(self, sock, self._on_connection)
 
     def _try_to_end(self) -> bool:
         """Removes the socket and returns True. Returns False while a peer is just connecting or has unsent messages."""
@@ -325,8 +309,7 @@ class EventLoop:
             return False
         self.path.unlink(missing_ok=True)
         before = len(self.peers)
-        self._on_connect(selectors.EVENT_READ)
-        self._stop_accepting()
+        self._listener.accept()
         self._listener.close()
         if len(self.peers) > before:
             self._listen()
@@ -345,26 +328,15 @@ class EventLoop:
         with contextlib.suppress(BlockingIOError):  # an earlier wake-up has taken the count
             os.eventfd_read(self._wake_fd)
 
-    def _on_connect(self, events: int) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            # Descriptors may have run out, or the caller may be gone again.
-            except OSError as exc:
-                log.warning("a connection could not be accepted: %s", exc)
-                self._pause_accepting()
-                return
-            sock.setblocking(False)
-            pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-            if uid != os.getuid():
-                log.warning("a connection of user %d was refused", uid)
-                sock.close()
-                continue
-            peer = Peer(self, sock, pid)
-            self.peers.add(peer)
-            self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_peer, peer))
+    def _on_connection(self, sock: socket.socket, address: object) -> None:
+        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if uid != os.getuid():
+            log.warning("a connection of user %d was refused", uid)
+            sock.close()
+            return
+        peer = Peer(self, sock, pid)
+        self.peers.add(peer)
+        self.update_watch(peer)
 
     def _on_peer(self, peer: Peer, events: int) -> None:
         if not peer.is_open:
@@ -401,27 +373,11 @@ class EventLoop:
             self.disconnect_peer(peer)
             return False
         try:
-            self._handler.message(peer, message)
-        except CkptError as exc:
-            request_id = message.fields.get("id")
-            if isinstance(request_id, int):
-                peer.refuse(request_id, exc)
-            else:
-                log.warning("%s of process %d: %s", message.kind, peer.pid, exc)
-        except Exception as exc:
-            what = "a connection of process %d was closed: its message %r is malformed: %r"
-            log.warning(what, peer.pid, message.kind[:100], exc, exc_info=True)
-            self.disconnect_peer(peer)
+            if not deliver(self._handler.message, peer, message, f"process {peer.pid}"):
+                self.disconnect_peer(peer)
         finally:
             message.close()
         return True
-
-    def _on_death(self, peer: Peer, events: int) -> None:
-        while self._receive(peer):
-            pass
-        self.unwatch_death(peer)
-        self._call_guarded(self._handler.peer_died, peer)
-        self.disconnect_peer(peer)
 
 
 def _idle_s() -> float:

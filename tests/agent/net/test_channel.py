@@ -15,6 +15,7 @@ from ckpt.agent.net import channel, dialer, framing, handshake
 from ckpt.agent.net.channel import BEAT_S, OUTBOX_BYTES_MAX, Channel
 from ckpt.agent.net.dialer import CONNECT_S, HALF_OPEN_MAX, HANDSHAKE_S, PeerListener, dial
 from ckpt.agent.net.handshake import Dialler, Role, Sealer
+from ckpt.agent.runtime import connections
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError, UsageError
 from ckpt.ipc.addresses import SILENCE_S_MAX, Address, SocketAddress, resolve
@@ -380,7 +381,7 @@ def test_a_listener_without_descriptors_rests_and_goes_on(
         assert len(caplog.messages) == 1, "it does not try again at once"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    loop.move(dialer.ACCEPT_RETRY_S + 1)
+    loop.move(connections.RETRY_S + 1)
     loop.until(lambda: other.listener.half_open_count == 1)
     sock.close()
     one.connect(other)

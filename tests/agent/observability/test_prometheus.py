@@ -253,7 +253,6 @@ def test_who_connects_and_says_nothing_or_half_is_let_go_and_others_are_served_m
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.2)
-    monkeypatch.setattr(metrics_http, "SWEEP_S", 0.05)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(served.at, 30)) for _ in range(4)]
         silent[1].sendall(GET[:10])
@@ -266,18 +265,17 @@ def test_a_crowd_that_holds_its_connections_keeps_nobody_out(served: Served) -> 
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(socket.create_connection(served.at, 30)) for _ in range(3 * CONNECTIONS_MAX)]
         assert served.say(GET).endswith(served.body)
-        assert len(served.scrape._callers) <= CONNECTIONS_MAX
+        assert len(served.scrape.listener.guests) <= CONNECTIONS_MAX
         assert read_all(crowd[0]) == b""  # the oldest made room
 
 
 def test_who_asks_and_does_not_read_holds_nobody_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.2)
-    monkeypatch.setattr(metrics_http, "SWEEP_S", 0.05)
     served.body = b"x" * (64 << 20)  # more than any socket buffer takes
     with socket.create_connection(served.at, 30) as lazy:
         lazy.sendall(GET)
         deadline = time.monotonic() + 30
-        while served.scrape._callers or not served.pages:
+        while served.scrape.listener.guests or not served.pages:
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
         assert len(read_all(lazy)) < len(served.body)
