@@ -160,7 +160,7 @@ class NetworkToNodes(SimNetwork):
 
     def _dialled_to(self, found: Any) -> None:
         channel = found.channel = ChannelToNode(self, found)
-        self._add_channel(channel, HOST)  # type: ignore[arg-type]
+        self._add_channel(channel)  # type: ignore[arg-type]
         self._record_dial(channel)  # type: ignore[arg-type]
         channel.send({"t": "keep-connection"})
 

@@ -451,8 +451,8 @@ class _Clock:
 class SimNetwork(PeerNetwork):
     def __init__(self, fabric: Fabric, agent: AgentProcess, workers: Any, me: str, node: Agent) -> None:
         self._fabric, self.agent = fabric, agent
-        make = lambda greet: SimTransport(fabric, me)  # noqa: E731
-        super().__init__(agent.server, workers, me, node, _Clock(), make)
+        super().__init__(agent.server, workers, me, node, _Clock())
+        self.transport = SimTransport(fabric, me)
         self.at: Address | None = None
 
     def listen(self, secret: bytes, at: str) -> list[Address]:
@@ -500,8 +500,8 @@ class SimNetwork(PeerNetwork):
         here, there = SimChannel(self, found.agent_name), SimChannel(found, self.agent_name)
         here.far, there.far = there, here
         self._fabric.channels += [here, there]
-        found._incoming_channels[there] = "10.0.0.1"
-        self._add_channel(here, "10.0.0.1")
+        found._incoming_channels[there] = None
+        self._add_channel(here)
         self._record_dial(here)
         here.send({"t": "keep-connection"})
 
@@ -513,7 +513,7 @@ class SimChannel:
 
     def __init__(self, network: SimNetwork, peer: str) -> None:
         self.agent_name, self.peer, self.secret_id = network.agent_name, peer, network.secret_id
-        self.is_open = True
+        self.is_open, self.host = True, "10.0.0.1"
         self.waiting_bytes = 0
         self._network, self.agent = network, network.agent
         self._fabric = network._fabric
@@ -577,7 +577,7 @@ class SimChannel:
 
 
 class SimTransport:
-    """Moves frames, as peers.transport.Transport."""
+    """Moves frames, as net.tcp_sender.Transport."""
 
     def __init__(self, fabric: Fabric, me: str) -> None:
         self._fabric, self._me = fabric, me
@@ -602,14 +602,12 @@ class SimTransport:
         name: str,
         target: memoryview,
         frames: Frames,
-        only: Iterable[int] | None = None,
         landed: Callable[[int], None] | None = None,
         urgent: bool = False,
         numbers: Sequence[int] | None = None,
     ) -> SimFetch:
-        wanted = list(range(len(frames)) if only is None else only)
         self._fabric.moved.append((name, urgent))
-        return SimFetch(self._fabric, peer, name, target, frames, wanted, landed, numbers)
+        return SimFetch(self._fabric, peer, name, target, frames, landed, numbers)
 
     def stream(self, peer: str, addresses: Sequence[Address], name: str, numbers: Sequence[int]) -> Any:
         raise AgentError("there are no connections here")
@@ -633,13 +631,12 @@ class SimFetch:
         name: str,
         target: memoryview,
         frames: Frames,
-        wanted: list[int],
         landed: Callable[[int], None] | None,
         numbers: Sequence[int] | None,
     ) -> None:
         self.completion: Future[None] = Future()
         self._fabric, self._peer, self._name, self._target, self._frames = fabric, peer, name, target, frames
-        self._missing, self._landed, self._numbers = list(wanted), landed, numbers
+        self._missing, self._landed, self._numbers = list(range(len(frames))), landed, numbers
         self._cancelled = False
         fabric.world.remember(self)
         fabric.world.spawn(f"fetch {name}", self._work)

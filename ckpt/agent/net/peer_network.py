@@ -11,6 +11,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import psutil
@@ -19,8 +20,7 @@ from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.dialer import PeerListener, PendingHandshake, dial
 from ckpt.agent.net.handshake import Answerer, Dialler, Role, Session
 from ckpt.agent.net.progress import ANSWER_TIMEOUT_S, CHECK_INTERVAL_S, PeerRequest, Progress, Then
-from ckpt.agent.net.tcp_sender import TcpTransport
-from ckpt.agent.net.transport import MakeTransport, Transport
+from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.runtime.connections import Loop
 from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.clock import Clock, SystemClock
@@ -60,26 +60,23 @@ class PeerNetwork:
         me: str,
         receiver: PeerMessageHandler,
         clock: Clock | None = None,
-        transport: MakeTransport = TcpTransport,
     ) -> None:
-        """`clock`: for the time-outs of requests. `transport`: makes the transport that moves frames."""
+        """`clock`: for the time-outs of requests."""
         self.agent_name = me
         self._clock = clock or SystemClock()
-        self.transport: Transport = transport(self._make_dialler)
+        self.transport = Transport(self._make_dialler)
         self.rate_limit_bytes_s: float | None = None
         self.progress = Progress()  # of the requests to other agents
         self._loop, self._workers, self._handler = loop, workers, receiver
         self._secrets: dict[str, bytes] = {}  # by run, newest last
         self._listeners: dict[Address, PeerListener] = {}  # by requested address
         self._channels: dict[str, Channel] = {}
-        # Channels that other agents dialled, with the peer's host. A peer dials all our addresses, and sends its first
-        # message on the channel that it keeps.
-        self._incoming_channels: dict[Channel, str] = {}
-        self._hosts: dict[str, str] = {}
+        # Channels that other agents dialled, in order. A peer dials all our addresses, and sends its first message on
+        # the channel that it keeps.
+        self._incoming_channels: dict[Channel, None] = {}
         # By peer, channels that this agent dialled within the last SIMULTANEOUS_DIAL_S.
         self._recent_dials: dict[str, Channel] = {}
-        self._pending_dials: dict[str, _PendingDial] = {}
-        self._pending_lookups: dict[Address, _PendingLookup] = {}
+        self._pending_dials: dict[str | Address, _PendingDial] = {}  # by name, or by address if that is unknown
         self._requests_by_id: dict[int, PeerRequest] = {}
         self._is_check_scheduled = False
         self._numbers = itertools.count(1)
@@ -132,65 +129,18 @@ class PeerNetwork:
         call."""
         if node.name in self._channels:
             self._loop.post(lambda: then(""))
-        elif node.name in self._pending_dials:
-            self._pending_dials[node.name].callbacks.append(then)
         else:
-            dialling = self._pending_dials[node.name] = _PendingDial(node, [then])
-            self._workers.run(
-                Lane.FRONT, lambda: _resolve_addresses(node.addresses), lambda done: self._dial(dialling, done.result())
-            )
+            self._start_dial(node.name, node.addresses, node.name, lambda _, error: then(error))
 
     def connect_to_address(self, address: Address, then: Callable[[str, str], None]) -> None:
         """Connects to the agent at `address`, whose name is not known yet. Calls `then(its name, "")`, or
         `then("", why)` on failure; never inside this call."""
-        if address in self._pending_lookups:
-            self._pending_lookups[address].callbacks.append(then)
-            return
-        finding = self._pending_lookups[address] = _PendingLookup([then])
-
-        def over() -> bool:
-            return self._pending_lookups.get(address) is not finding
-
-        def end(name: str, error: str) -> None:
-            del self._pending_lookups[address]
-            finding.cancel()
-            for each in finding.callbacks:
-                each(name, error)
-
-        def done(sock: socket.socket, session: Session) -> None:
-            # A channel may exist already, by another address.
-            if over() or session.peer in self._channels:
-                sock.close()
-            else:
-                channel = Channel(self._loop, sock, session, self)
-                self._add_channel(channel, str(sock.getpeername()[0]))
-                channel.send({"t": "keep-connection"})
-            if not over():
-                end(session.peer, "")
-
-        def failed(error: AgentError) -> None:
-            finding.errors.append(str(error))
-            if len(finding.errors) >= finding.address_count and not over():
-                end("", "; ".join(finding.errors[:3]))
-
-        def looked(places: list[SocketAddress]) -> None:
-            finding.address_count = max(1, len(places))
-            if not places:
-                failed(AgentError(f"{address} cannot be looked up"))
-            run, secret = next(reversed(self._secrets.items()))
-            for place in places if not over() else ():
-                try:
-                    handshake = Dialler(secret, run, Role.CONTROL, self.agent_name)
-                    finding.handshakes.append(dial(self._loop, place, handshake, done, failed))
-                except AgentError as exc:
-                    failed(exc)
-
-        self._workers.run(Lane.FRONT, lambda: _resolve_addresses([address]), lambda found: looked(found.result()))
+        self._start_dial(address, [address], None, then)
 
     def addresses(self, node: NodeAt) -> list[Address]:
         """The addresses of that agent. Those on the host that its channel leads to come first."""
-        host = self._hosts.get(node.name)
-        return sorted(node.addresses, key=lambda address: address.host != host)
+        channel = self._channels.get(node.name)
+        return sorted(node.addresses, key=lambda address: channel is None or address.host != channel.host)
 
     def set_rate_limit(self, bytes_per_s: float | None) -> None:
         """Limits the bytes per second of all transfers that are not urgent, in each direction. Errors: ValueError."""
@@ -220,9 +170,7 @@ class PeerNetwork:
             listener.close()
         for dialling in self._pending_dials.values():
             dialling.cancel()
-        for finding in self._pending_lookups.values():
-            finding.cancel()
-        self._pending_lookups.clear()
+        self._pending_dials.clear()
         for channel in [*self._channels.values(), *self._incoming_channels]:
             channel.close()
         self._channels.clear()
@@ -233,9 +181,7 @@ class PeerNetwork:
     # -- ChannelHandler
 
     def message(self, channel: Channel, message: Message) -> None:
-        if channel in self._incoming_channels and not self._keep_incoming(
-            channel, self._incoming_channels.pop(channel)
-        ):
+        if channel in self._incoming_channels and not self._keep_incoming(channel):
             return
         if message.kind in ("reply", "error"):
             number = int(message.fields["id"])
@@ -246,7 +192,7 @@ class PeerNetwork:
         elif message.kind == "progress":
             asked = self._requests_by_id.get(int(message.fields["id"]))
             if asked is not None and asked.channel is channel:
-                asked.extend_deadline(self._clock.now_s())
+                asked.deadline_s = self._clock.now_s() + ANSWER_TIMEOUT_S
                 self.progress.advance()
         elif message.kind == "keep-connection":
             pass
@@ -297,20 +243,20 @@ class PeerNetwork:
         if session.role is Role.DATA:
             self.transport.accept(sock, session)
         else:
-            host = str(sock.getpeername()[0])
-            self._incoming_channels[Channel(self._loop, sock, session, self)] = host
+            self._incoming_channels[Channel(self._loop, sock, session, self)] = None
 
-    def _keep_incoming(self, channel: Channel, host: str) -> bool:
+    def _keep_incoming(self, channel: Channel) -> bool:
         """Keeps a channel that another agent dialled and has chosen for its messages. Returns whether it is kept.
 
         It replaces an older channel to that agent, whose end may not have been noticed yet. If both agents dialled each
         other at once, the channel that the agent with the lower name dialled stays."""
+        self._incoming_channels.pop(channel, None)
         old = self._channels.get(channel.peer)
         at_once = old is not None and self._recent_dials.get(channel.peer) is old
         if at_once and self.agent_name < channel.peer:
             channel.close()
             return False
-        self._add_channel(channel, host)
+        self._add_channel(channel)
         if old is not None:
             old.close()
             why = AgentError(f"agent {channel.peer} has connected anew")
@@ -320,9 +266,8 @@ class PeerNetwork:
                 self.channel_closed(old, why)
         return True
 
-    def _add_channel(self, channel: Channel, host: str) -> None:
+    def _add_channel(self, channel: Channel) -> None:
         self._channels[channel.peer] = channel
-        self._hosts[channel.peer] = host
         self._recent_dials.pop(channel.peer, None)
 
     def _record_dial(self, channel: Channel) -> None:
@@ -338,68 +283,65 @@ class PeerNetwork:
         for number in [number for number, asked in self._requests_by_id.items() if asked.channel is channel]:
             self._finish_request(number, None, str(why))
 
-    def _dial(self, dialling: _PendingDial, places: list[SocketAddress]) -> None:
-        """Dials all addresses at once, since some may lead nowhere or to another agent."""
-        node = dialling.node
-        run, secret = next(reversed(self._secrets.items()))
+    def _start_dial(
+        self, key: str | Address, addresses: Sequence[Address], name: str | None, then: Callable[[str, str], None]
+    ) -> None:
+        """Dials all addresses of an agent at once, since some may lead nowhere or to another agent. `key`: two calls
+        with the same one share the attempts. `name`: the agent's name; None: unknown."""
+        if key in self._pending_dials:
+            self._pending_dials[key].callbacks.append(then)
+            return
+        dialling = self._pending_dials[key] = _PendingDial([then])
+
+        def is_over() -> bool:
+            return self._pending_dials.get(key) is not dialling
+
+        def end(peer: str, error: str) -> None:
+            del self._pending_dials[key]
+            dialling.cancel()
+            for each in dialling.callbacks:
+                each(peer, error)
 
         def done(sock: socket.socket, session: Session) -> None:
-            if self._pending_dials.pop(node.name, None) is dialling:
-                dialling.cancel()
-                # The peer has dialled this agent meanwhile, and does not know of this connection yet.
-                if node.name in self._channels:
-                    sock.close()
-                else:
-                    channel = Channel(self._loop, sock, session, self)
-                    self._add_channel(channel, str(sock.getpeername()[0]))
-                    self._record_dial(channel)
-                    channel.send({"t": "keep-connection"})
-                dialling.finish("")
-            else:
+            # A channel may exist already: by another address, or since the peer has dialled this agent meanwhile.
+            if is_over() or session.peer in self._channels:
                 sock.close()
+            else:
+                channel = Channel(self._loop, sock, session, self)
+                self._add_channel(channel)
+                self._record_dial(channel)
+                channel.send({"t": "keep-connection"})
+            if not is_over():
+                end(session.peer, "")
 
         def failed(error: AgentError) -> None:
             dialling.errors.append(str(error))
-            if len(dialling.errors) >= len(places) and self._pending_dials.get(node.name) is dialling:
-                del self._pending_dials[node.name]
-                dialling.finish("; ".join(dialling.errors[:3]) or "it has no address that can be looked up")
+            if len(dialling.errors) >= dialling.place_count and not is_over():
+                end("", "; ".join(dialling.errors[:3]))
 
-        if not places:
-            failed(AgentError(f"none of {', '.join(map(str, node.addresses))} can be looked up"))
-        for place in places:
-            try:
-                handshake = Dialler(secret, run, Role.CONTROL, self.agent_name, "", node.name)
-                dialling.handshakes.append(dial(self._loop, place, handshake, done, failed))
-            except AgentError as exc:
-                failed(exc)
+        def resolved(places: list[SocketAddress]) -> None:
+            dialling.place_count = max(1, len(places))
+            if not places:
+                failed(AgentError(f"none of {', '.join(map(str, addresses))} can be looked up"))
+            run, secret = next(reversed(self._secrets.items()))
+            for place in places if not is_over() else ():
+                try:
+                    handshake = Dialler(secret, run, Role.CONTROL, self.agent_name, "", name)
+                    dialling.handshakes.append(dial(self._loop, place, handshake, done, failed))
+                except AgentError as exc:
+                    failed(exc)
+
+        self._workers.run(Lane.FRONT, lambda: _resolve_addresses(addresses), lambda found: resolved(found.result()))
 
 
+@dataclass(slots=True)
 class _PendingDial:
-    """The attempts to connect to one agent. `then`: the callbacks that wait for the result."""
+    """The attempts to connect to one agent. `place_count`: how many socket addresses are tried."""
 
-    def __init__(self, node: NodeAt, then: list[Callable[[str], None]]) -> None:
-        self.node = node
-        self.callbacks = then
-        self.handshakes: list[PendingHandshake] = []
-        self.errors: list[str] = []
-
-    def cancel(self) -> None:
-        for greeting in self.handshakes:
-            greeting.cancel()
-
-    def finish(self, error: str) -> None:
-        for each in self.callbacks:
-            each(error)
-
-
-class _PendingLookup:
-    """The attempts to connect to an agent whose name is unknown. `places`: how many socket addresses are tried."""
-
-    def __init__(self, then: list[Callable[[str, str], None]]) -> None:
-        self.callbacks = then
-        self.handshakes: list[PendingHandshake] = []
-        self.errors: list[str] = []
-        self.address_count = 1
+    callbacks: list[Callable[[str, str], None]]
+    handshakes: list[PendingHandshake] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    place_count: int = 1
 
     def cancel(self) -> None:
         for greeting in self.handshakes:

@@ -67,7 +67,3 @@ class PeerRequest:
     channel: Channel
     on_answer: Then
     deadline_s: float
-
-    def extend_deadline(self, now_s: float) -> None:
-        """Moves the deadline: the peer has reported progress."""
-        self.deadline_s = now_s + ANSWER_TIMEOUT_S

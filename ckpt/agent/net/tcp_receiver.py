@@ -28,6 +28,7 @@ from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import FrameHasher
 from ckpt.ipc.addresses import (
     Address,
+    SocketAddress,
     SocketReceiver,
     receive_exactly,
     resolve,
@@ -85,39 +86,37 @@ class Dial:
     close_sock: Callable[[socket.socket], None]
 
     def connect(self) -> tuple[socket.socket, Session]:
-        """A connection after GO, and its session. Errors: _TurnedAway if the sender is busy; OSError, EOFError,
-        AgentError."""
+        """A connection after GO, and its session. Errors: _SenderBusy; OSError, EOFError, AgentError."""
         error: Exception | None = None
         known = self.terms.working_addresses.get(self.peer)
         # The last working address comes first, since a wrong one may cost CONNECT_S each time.
         for address in sorted(self.addresses, key=lambda each: each != known):
             try:
-                return self._connect_to(address)
-            except (OSError, EOFError, AgentError) as exc:
+                for place in resolve(address):
+                    try:
+                        return self._connect_to(address, place)
+                    except OSError as exc:
+                        error = exc
+            except (EOFError, AgentError) as exc:
                 error = exc
         raise error or OSError("no address")
 
-    def _connect_to(self, address: Address) -> tuple[socket.socket, Session]:
-        error: OSError | None = None
-        for place in resolve(address):
-            sock = socket.socket(place.family, socket.SOCK_STREAM)
-            try:
-                self.register_sock(sock)
-                tune(sock)
-                sock.settimeout(CONNECT_S)
-                sock.connect(place.sockaddr)
-                session = self._do_handshake(sock)
-                # The address is right even if the sender is busy, so it is noted before GO.
-                self.terms.working_addresses[self.peer] = address
-                _receive_go(sock, session)
-                set_call_timeout(sock, self.terms.stall_s)
-                return sock, session
-            except BaseException as exc:
-                self.close_sock(sock)
-                if not isinstance(exc, OSError):
-                    raise
-                error = exc
-        raise error or OSError("no address")
+    def _connect_to(self, address: Address, place: SocketAddress) -> tuple[socket.socket, Session]:
+        sock = socket.socket(place.family, socket.SOCK_STREAM)
+        try:
+            self.register_sock(sock)
+            tune(sock)
+            sock.settimeout(CONNECT_S)
+            sock.connect(place.sockaddr)
+            session = self._do_handshake(sock)
+            # The address is right even if the sender is busy, so it is noted before GO.
+            self.terms.working_addresses[self.peer] = address
+            _receive_go(sock, session)
+            set_call_timeout(sock, self.terms.stall_s)
+            return sock, session
+        except BaseException:
+            self.close_sock(sock)
+            raise
 
     def _do_handshake(self, sock: socket.socket) -> Session:
         set_call_timeout(sock, HANDSHAKE_S)
@@ -129,9 +128,12 @@ class Dial:
         return exchange.session
 
 
-class TcpFetch:
-    """A Fetch over TCP. Its threads share the ledger. Each one connects, requests and receives frames, and reconnects
-    after a cut."""
+class Fetch:
+    """One transfer under way into this agent's memory. Its threads share the ledger. Each one connects, requests and
+    receives frames, and reconnects after a cut.
+
+    `completion`: settled once all frames are in place and verified, or with the error (AgentError, DamagedData). By
+    then all connections are closed and nothing writes to the memory, so the memory may be used again."""
 
     def __init__(
         self,
@@ -141,19 +143,18 @@ class TcpFetch:
         name: str,
         target: memoryview,
         frames: Frames,
-        ledger: Ledger,
         landed: Callable[[int], None] | None,
-        numbers: Sequence[int] | None = None,
+        numbers: Sequence[int] | None,
     ) -> None:
         if numbers is not None and len(numbers) != len(frames):
             raise AgentError(f"{len(numbers)} numbers for {len(frames)} frames of {name}")
         self.completion = uncancellable_future()
         self._offer_numbers = numbers if numbers is not None else range(len(frames))
-        self._terms, self._peer, self._name = terms, peer, name
+        self._terms, self._name = terms, name
         self._dial = Dial(terms, peer, name, list(addresses), self._register_sock, self._close_sock)
         self._target, self._on_frame = target.cast("B"), landed
         self._byte_ranges = frames.byte_ranges()
-        self._ledger = ledger
+        self._ledger = Ledger(name, frames)
         self._condition = threading.Condition()  # guards the ledger and the fields below
         self._error: Exception | None = None
         self._socks: set[socket.socket] = set()
@@ -183,10 +184,14 @@ class TcpFetch:
                 return
 
     def missing(self) -> list[int]:
+        """The frames that are not in place and verified. The other frames stay valid if the transfer fails. Any
+        thread."""
         with self._condition:
             return self._ledger.missing
 
     def cancel(self) -> None:
+        """Ends the transfer soon, with AgentError in `completion`; does nothing after its end. Does not wait. Any
+        thread."""
         self._fail(AgentError(f"the transfer of {self._name} was cancelled"))
 
     # -- inside; all of it on the fetch's own threads
@@ -247,7 +252,8 @@ class TcpFetch:
                 # The random factor spreads the retries of many receivers that a busy sender refused together.
                 self._condition.wait_for(lambda: self._is_ended, pause_s * random.uniform(0.5, 1.5))
                 return
-        what = f"{self._name} could not be got from agent {self._peer} at {', '.join(map(str, self._dial.addresses))}"
+        at = ", ".join(map(str, self._dial.addresses))
+        what = f"{self._name} could not be got from agent {self._dial.peer} at {at}"
         how = f"{self._cut_count} connections were cut without a whole frame, nothing has come for {idle_s:.0f} s"
         there = "" if self._cut_count else "; if it cannot be reached there, set CKPT_LISTEN on its node"
         self._fail(AgentError(f"{what}: {how}; the last: {error}{there}"))
@@ -328,7 +334,7 @@ class TcpFetch:
                 if self._ledger.is_complete:
                     self._condition.notify_all()
         if not right:
-            log.warning("frame %d of %s came damaged from agent %s", number, self._name, self._peer)
+            log.warning("frame %d of %s came damaged from agent %s", number, self._name, self._dial.peer)
             # The rest of this connection is not trusted either.
             raise _WrongHash("a frame came damaged")
         if self._on_frame is not None:
@@ -344,10 +350,15 @@ def request_frames(sock: socket.socket, session: Session, numbers: Sequence[int]
     send_all(sock, memoryview(session.sealer.seal(WANT, b"".join(map(NUMBER.pack, numbers)))))
 
 
-def _receive_go(sock: socket.socket, session: Session) -> None:
-    """Receives the sender's GO. Errors: _TurnedAway if it is BUSY instead; OSError, EOFError, AgentError."""
+def receive_record(sock: socket.socket, session: Session) -> tuple[int, bytes]:
+    """Kind and payload of the peer's next record. Errors: OSError, EOFError, NotAuthentic."""
     header = receive_exactly(sock, handshake.RECORD_HEADER_BYTES)
-    kind, payload = session.opener.open(header + receive_exactly(sock, session.opener.rest_bytes(header)))
+    return session.opener.open(header + receive_exactly(sock, session.opener.rest_bytes(header)))
+
+
+def _receive_go(sock: socket.socket, session: Session) -> None:
+    """Receives the sender's GO. Errors: _SenderBusy if it is BUSY instead; OSError, EOFError, AgentError."""
+    kind, payload = receive_record(sock, session)
     if kind == BUSY and len(payload) == COUNT.size:
         raise _SenderBusy(*COUNT.unpack(payload))
     if kind != GO or payload:

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -29,16 +29,17 @@ from ckpt.agent.net.tcp_receiver import (
     REQUEST_FRAMES_MAX,
     WANT,
     Dial,
+    Fetch,
     FetchTerms,
-    TcpFetch,
+    receive_record,
     request_frames,
     uncancellable_future,
 )
-from ckpt.agent.net.transport import Frames, Ledger
+from ckpt.agent.net.transport import Frames
 from ckpt.agent.runtime.workers import lower_thread_priority
 from ckpt.clock import Clock
 from ckpt.errors import AgentError, CkptError
-from ckpt.ipc.addresses import Address, receive_exactly, send_all, set_call_timeout, shut_down
+from ckpt.ipc.addresses import Address, send_all, set_call_timeout, shut_down
 from ckpt.threads import Tasks
 
 log = logging.getLogger("ckpt")
@@ -61,8 +62,8 @@ class _Offer:
         return self.withdrawal is not None
 
 
-class TcpTransport:
-    """The Transport over TCP. `accept` takes the connections that a PeerListener got for role DATA."""
+class Transport:
+    """Moves frames between this agent and others. Thread-safe; only `close` blocks."""
 
     def __init__(
         self,
@@ -74,7 +75,8 @@ class TcpTransport:
         patience_s: float = PATIENCE_S,
         served_max: int = SERVED_MAX,
     ) -> None:
-        """`bytes_per_s`: see `set_rate`. `clock`: the clock of the rate limit. `served_max`: connections served at a
+        """`greet(name of an offer, peer)`: makes the handshake for a connection to that peer's listener.
+        `bytes_per_s`: see `set_rate`. `clock`: the clock of the rate limit. `served_max`: connections served at a
         time. The other arguments are those of FetchTerms."""
         self._send_bucket, self._receive_bucket = Bucket(bytes_per_s, clock), Bucket(bytes_per_s, clock)
         self._unlimited_bucket = Bucket(None, clock)
@@ -83,7 +85,7 @@ class TcpTransport:
         self._tasks = Tasks("peers")
         self._lock = threading.Lock()
         self._offers: dict[str, _Offer] = {}
-        self._fetches: set[TcpFetch] = set()
+        self._fetches: set[Fetch] = set()
         # The sockets of streams that are being connected; None once the transport is closed.
         self._connecting_socks: set[socket.socket] | None = set()
         self._served_count, self._served_max = 0, served_max
@@ -91,6 +93,10 @@ class TcpTransport:
         self._sent_pieces = 0
 
     def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
+        """Lets agents of the run fetch these frames of `source`, which must not change until `withdraw` has settled.
+
+        `urgent`: a start waits for the frames, so they are sent at normal priority and without the rate limit.
+        Errors: AgentError if the name is taken or too long, or a frame is not in `source`."""
         if len(name.encode()) > handshake.NAME_BYTES_MAX:
             raise AgentError(f"the name of a transfer has {len(name)} characters: {name[:100]!r}")
         source = source.cast("B")
@@ -101,6 +107,8 @@ class TcpTransport:
             self._offers[name] = _Offer(source, frames.byte_ranges(), urgent)
 
     def withdraw(self, name: str) -> Future[None]:
+        """Ends an offer and cuts its readers off. Settled when nothing reads `source` any more; at once if the offer is
+        unknown."""
         gone = uncancellable_future()
         with self._lock:
             offer = self._offers.pop(name, None)
@@ -120,14 +128,19 @@ class TcpTransport:
         name: str,
         target: memoryview,
         frames: Frames,
-        only: Iterable[int] | None = None,
         landed: Callable[[int], None] | None = None,
         urgent: bool = False,
         numbers: Sequence[int] | None = None,
-    ) -> TcpFetch:
+    ) -> Fetch:
+        """Fetches the frames of the offer `name` of agent `peer` into `target`.
+
+        `addresses`: where the peer listens, best first. `landed`: called with the number of each frame that is in place
+        and verified, on a thread of the transport. `urgent`: as in `offer`. `numbers`: the offer's number of each of
+        `frames`, if `frames` is a part of the offer. Cut connections are reopened while frames keep arriving.
+        Errors: AgentError."""
         frames = frames.with_offsets(frames.offsets, target.nbytes)
-        terms, ledger = self._urgent_terms if urgent else self._terms, Ledger(name, frames, only)
-        fetch = TcpFetch(terms, peer, addresses, name, target, frames, ledger, landed, numbers)
+        terms = self._urgent_terms if urgent else self._terms
+        fetch = Fetch(terms, peer, addresses, name, target, frames, landed, numbers)
         with self._lock:
             self._fetches = {each for each in self._fetches if not each.completion.done()} | {fetch}
         fetch.start(self._tasks)
@@ -136,6 +149,13 @@ class TcpTransport:
     def stream(
         self, peer: str, addresses: Sequence[Address], name: str, numbers: Sequence[int]
     ) -> Future[socket.socket]:
+        """A connection that delivers the bytes of these frames of the offer `name` of agent `peer`, in this order, and
+        nothing else. At most STREAM_FRAMES frames.
+
+        It serves a rank that reads the frames into its own memory and verifies them while a start waits; so it is
+        urgent. The connection may end early; then fetch the rest. The caller owns the socket, whose calls have the
+        transport's time-out. The future fails with AgentError or OSError if there is no connection. Errors: CkptError
+        if the transport is closed."""
         opened: Future[socket.socket] = uncancellable_future()
         dial = Dial(
             self._urgent_terms, peer, name, list(addresses), self._add_connecting_sock, self._close_connecting_sock
@@ -174,10 +194,12 @@ class TcpTransport:
             sock.close()
 
     def set_rate(self, bytes_per_s: float | None) -> None:
+        """Limits the bytes per second in each direction, over all transfers that are not urgent. None: no limit."""
         self._send_bucket.set_rate(bytes_per_s)
         self._receive_bucket.set_rate(bytes_per_s)
 
     def close(self) -> None:
+        """Ends all transfers and offers, and waits for their threads."""
         with self._lock:
             names, fetches = list(self._offers), list(self._fetches)
             for sock in self._connecting_socks or ():
@@ -190,7 +212,8 @@ class TcpTransport:
         self._tasks.close()
 
     def accept(self, sock: socket.socket, session: Session) -> None:
-        """Serves a connection on its own thread, or closes it. Takes over the socket. Does not wait."""
+        """Serves a data connection that another agent made to this agent's listener, on a thread of its own, or closes
+        it. Takes over the socket. Does not wait."""
         with self._lock:
             offer = self._offers.get(session.subject)
             is_busy = self._served_count >= self._served_max
@@ -253,8 +276,7 @@ class TcpTransport:
 def _receive_request(sock: socket.socket, session: Session, count: int) -> list[int]:
     """The frame numbers of the receiver's next request. `count`: frames of the offer. Errors: EOFError at the end;
     OSError; NotAuthentic; AgentError if the request is malformed."""
-    header = receive_exactly(sock, handshake.RECORD_HEADER_BYTES)
-    kind, payload = session.opener.open(header + receive_exactly(sock, session.opener.rest_bytes(header)))
+    kind, payload = receive_record(sock, session)
     if kind != WANT or len(payload) % NUMBER.size or len(payload) > REQUEST_FRAMES_MAX * NUMBER.size:
         raise AgentError("a request for frames is malformed")
     numbers: list[int] = [number for (number,) in NUMBER.iter_unpack(payload)]

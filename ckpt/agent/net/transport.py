@@ -1,4 +1,4 @@
-"""The transport interface, which moves frames from one agent's memory to another's, and its pure parts.
+"""The transfers between agents: frames go from one agent's memory to another's. This module has their pure parts.
 
 The receiver drives a transfer. The sender offers frames under a name. The receiver fetches them into its own memory,
 asks for missing frames and verifies each frame's hash in place. Only the receiver knows which frames it has. So it
@@ -9,22 +9,15 @@ and hashes come over the authenticated control channel, and so does the receiver
 from __future__ import annotations
 
 import collections
-import socket
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import AgentError, DamagedData
-from ckpt.ipc.addresses import Address
 from ckpt.types import FRAME_BYTES_MAX, FRAMES_MAX
-
-if TYPE_CHECKING:
-    from ckpt.agent.net.handshake import Dialler, Session
 
 STREAM_FRAMES = 512  # the most frames of one stream, which asks for all of them at once
 WRONG_MAX = 3  # a transfer fails when one frame has arrived this often with a wrong hash
@@ -93,15 +86,12 @@ class Frames:
 class Ledger:
     """The state of one transfer: which frames are in place, missing, or not requested yet. Not thread-safe."""
 
-    def __init__(self, name: str, frames: Frames, only: Iterable[int] | None = None) -> None:
-        """`only`: the numbers of the wanted frames; all by default. Errors: AgentError if one is out of range."""
+    def __init__(self, name: str, frames: Frames) -> None:
         self._name = name
         self._lengths = frames.lengths.tolist()
         self._expected_hashes = frames.hashes.tolist()
-        self._missing = set(range(len(frames)) if only is None else only)
-        if self._missing and not 0 <= min(self._missing) <= max(self._missing) < len(frames):
-            raise AgentError(f"{name} has {len(frames)} frames, and others are wanted of it")
-        self._unrequested = collections.deque(sorted(self._missing))
+        self._missing = set(range(len(frames)))
+        self._unrequested = collections.deque(range(len(frames)))
         self._wrong_counts: collections.Counter[int] = collections.Counter()
 
     @property
@@ -142,92 +132,3 @@ class Ledger:
                 f"frame {number} of {self._name} arrived {WRONG_MAX} times with another hash than was announced"
             )
         return False
-
-
-class Fetch(Protocol):
-    """One transfer under way into this agent's memory."""
-
-    @property
-    def completion(self) -> Future[None]:
-        """Settled once all frames are in place and verified, or with the error (AgentError, DamagedData). By then all
-        connections are closed and nothing writes to the memory, so the memory may be used again."""
-        ...
-
-    def missing(self) -> list[int]:
-        """The frames that are not in place and verified. The other frames stay valid if the transfer fails. Any
-        thread."""
-        ...
-
-    def cancel(self) -> None:
-        """Ends the transfer soon, with AgentError in `completion`; does nothing after its end. Does not wait. Any
-        thread."""
-        ...
-
-
-class Transport(Protocol):
-    """Moves frames between this agent and others. Thread-safe; only `close` blocks."""
-
-    def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
-        """Lets agents of the run fetch these frames of `source`, which must not change until `withdraw` has settled.
-
-        `urgent`: a start waits for the frames, so they are sent at normal priority and without the rate limit.
-        Errors: AgentError if the name is taken or too long, or a frame is not in `source`."""
-        ...
-
-    def withdraw(self, name: str) -> Future[None]:
-        """Ends an offer and cuts its readers off. Settled when nothing reads `source` any more; at once if the offer is
-        unknown."""
-        ...
-
-    def fetch(
-        self,
-        peer: str,
-        addresses: Sequence[Address],
-        name: str,
-        target: memoryview,
-        frames: Frames,
-        only: Iterable[int] | None = None,
-        landed: Callable[[int], None] | None = None,
-        urgent: bool = False,
-        numbers: Sequence[int] | None = None,
-    ) -> Fetch:
-        """Fetches the frames (or `only` these) of the offer `name` of agent `peer` into `target`.
-
-        `addresses`: where the peer listens, best first. `landed`: called with the number of each frame that is in place
-        and verified, on a thread of the transport. `urgent`: as in `offer`. `numbers`: the offer's number of each of
-        `frames`, if `frames` is a part of the offer. Cut connections are reopened while frames keep arriving.
-        Errors: AgentError."""
-        ...
-
-    def stream(
-        self, peer: str, addresses: Sequence[Address], name: str, numbers: Sequence[int]
-    ) -> Future[socket.socket]:
-        """A connection that delivers the bytes of these frames of the offer `name` of agent `peer`, in this order, and
-        nothing else. At most STREAM_FRAMES frames.
-
-        It serves a rank that reads the frames into its own memory and verifies them while a start waits; so it is
-        urgent. The connection may end early; then fetch the rest. The caller owns the socket, whose calls have the
-        transport's time-out. The future fails with AgentError or OSError if there is no connection; a transport that
-        does not use sockets always fails so. Errors: CkptError if the transport is closed."""
-        ...
-
-    def accept(self, sock: socket.socket, session: Session) -> None:
-        """Takes over a data connection that another agent made to this agent's listener. Does not wait. A transport
-        that does not use sockets closes it."""
-        ...
-
-    def set_rate(self, bytes_per_s: float | None) -> None:
-        """Limits the bytes per second in each direction, over all transfers that are not urgent. None: no limit."""
-        ...
-
-    def close(self) -> None:
-        """Ends all transfers and offers, and waits for their threads."""
-        ...
-
-
-class MakeTransport(Protocol):
-    """Makes an agent's transport."""
-
-    def __call__(self, greet: Callable[[str, str], Dialler]) -> Transport:
-        """`greet(name of an offer, peer)`: makes the handshake for a connection to that peer's listener."""
-        ...

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt.agent.net.transport import Fetch, Frames, Transport
+from ckpt.agent.net.tcp_receiver import Fetch
+from ckpt.agent.net.tcp_sender import Transport
+from ckpt.agent.net.transport import Frames
 from ckpt.agent.runtime.workers import PARITY_THREADS
 from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, chunk_frames
 from ckpt.agent.snapshots.inventory import find_sealed_snapshot

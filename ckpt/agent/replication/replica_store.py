@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 import msgpack
 
 from ckpt.agent.net.progress import Progress
-from ckpt.agent.net.transport import Fetch, Frames, Transport
+from ckpt.agent.net.tcp_receiver import Fetch
+from ckpt.agent.net.tcp_sender import Transport
+from ckpt.agent.net.transport import Frames
 from ckpt.agent.replication.parity_store import ParityStore
 from ckpt.agent.runtime.workers import Lane, Workers, failure
 from ckpt.agent.snapshots.described import DescribedSnapshot, describe_snapshots

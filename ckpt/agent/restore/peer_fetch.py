@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.agent.net.transport import Fetch
+from ckpt.agent.net.tcp_receiver import Fetch
 from ckpt.agent.restore.window import Window
 from ckpt.agent.snapshots.manifest_gather import place_frames
 from ckpt.errors import CkptError
@@ -53,7 +53,6 @@ def fetch_frames(
             name,
             window.arena.view,
             place_frames(manifest, frames, [cells[frame] for frame in frames], window.arena.size_bytes),
-            None,
             lambda at: post(lambda: has_landed(frames[at])),
             urgent=True,
             numbers=np.searchsorted(offered, frames).tolist(),

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.net.transport import Fetch
+from ckpt.agent.net.tcp_receiver import Fetch
 from ckpt.agent.restore.direct_stream import DirectStreams, StreamPeer
 from ckpt.agent.restore.peer_fetch import fetch_frames
 from ckpt.agent.restore.window import Window

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt.agent.net.transport import Fetch
+from ckpt.agent.net.tcp_receiver import Fetch
 from ckpt.agent.restore.peer_fetch import fetch_frames
 from ckpt.agent.restore.shared_read_state import Given, HomeRequest
 from ckpt.agent.restore.store_source import same_frames

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.dialer import PeerListener, dial
 from ckpt.agent.net.handshake import Answerer, Dialler, Role, Session
-from ckpt.agent.net.tcp_sender import TcpTransport
+from ckpt.agent.net.tcp_sender import Transport
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError
 from ckpt.ipc.addresses import Address, resolve
@@ -109,7 +109,7 @@ class Node:
         name: str,
         host: str = "127.0.0.1",
         secret: bytes = SECRET,
-        transport: Callable[[Callable[[str, str], Dialler]], TcpTransport] = TcpTransport,
+        transport: Callable[[Callable[[str, str], Dialler]], Transport] = Transport,
     ) -> None:
         self.loop, self.name, self.secret = loop, name, secret
         self.noted = Noted()

@@ -17,9 +17,9 @@ import pytest
 
 from ckpt.agent.net import tcp_receiver
 from ckpt.agent.net.handshake import Dialler, Role, Session
-from ckpt.agent.net.tcp_receiver import NUMBER, WANT
-from ckpt.agent.net.tcp_sender import TcpTransport
-from ckpt.agent.net.transport import WRONG_MAX, Fetch, Frames
+from ckpt.agent.net.tcp_receiver import NUMBER, WANT, Fetch
+from ckpt.agent.net.tcp_sender import Transport
+from ckpt.agent.net.transport import WRONG_MAX, Frames
 from ckpt.agent.replication.replica_store import ReplicaStore, transfer_name
 from ckpt.agent.runtime import workers
 from ckpt.clock import ManualClock
@@ -54,7 +54,7 @@ def node(loop: TurnedLoop) -> Iterator[Made]:
 
     def make(name: str, host: str = "127.0.0.1", secret: bytes = SECRET, **given: object) -> Node:
         given = {"connections": 1, "stall_s": 10.0, "patience_s": 10.0, **given}
-        nodes.append(Node(loop, name, host, secret, partial(TcpTransport, **given)))
+        nodes.append(Node(loop, name, host, secret, partial(Transport, **given)))
         return nodes[-1]
 
     yield make
@@ -74,20 +74,29 @@ def content(seed: int = 1) -> tuple[bytearray, Frames]:
 
 
 class Transfer:
-    """What `receiver` fetches from `sender`, through `address` where it is given."""
+    """What `receiver` fetches from `sender`, through `address` where it is given. `numbers`: of which frames."""
 
-    def __init__(self, sender: Node, receiver: Node, address: Address | None = None, **given: object) -> None:
+    def __init__(
+        self,
+        sender: Node,
+        receiver: Node,
+        address: Address | None = None,
+        numbers: list[int] | None = None,
+        **given: object,
+    ) -> None:
         self.loop = sender.loop
         self.source, self.frames = content()
         self.target = bytearray(ROOM)
         self.landed: list[int] = []
         sender.transport.offer(NAME, memoryview(self.source), self.frames)
+        columns = self.frames.offsets, self.frames.lengths, self.frames.hashes
         self.fetch = receiver.transport.fetch(
             sender.name,
             [address or sender.address],
             NAME,
             memoryview(self.target),
-            self.frames,
+            self.frames if numbers is None else Frames.from_columns(*(each[numbers] for each in columns), ROOM),
+            numbers=numbers,
             landed=given.pop("landed", self.landed.append),
             **given,
         )
@@ -121,7 +130,7 @@ def test_all_frames_arrive_byte_for_byte(node: Made, host: str, connections: int
 
 
 def test_only_what_is_wanted_is_fetched(node: Made) -> None:
-    transfer = Transfer(node("a"), node("b"), only=[1, 3])
+    transfer = Transfer(node("a"), node("b"), numbers=[1, 3])
     transfer.result()
     assert transfer.is_right(1, 3)
 
@@ -157,7 +166,7 @@ def test_some_frames_of_an_offer_are_fetched_by_whoever_has_room_for_them_only(n
 
 
 def test_nothing_to_fetch_is_done_at_once(node: Made) -> None:
-    transfer = Transfer(node("a"), node("b"), only=[])
+    transfer = Transfer(node("a"), node("b"), numbers=[])
     assert transfer.fetch.completion.result(0) is None
 
 
@@ -188,7 +197,7 @@ def test_a_bit_that_flips_on_the_way_is_noticed_and_the_frame_sent_again(node: M
 def test_a_frame_that_is_always_wrong_is_an_error_and_the_others_stay_good(node: Made) -> None:
     sender, receiver = node("a"), node("b")
     with Proxy(sender.address, "a", [], every=Fault(50, flip=True)) as proxy:
-        transfer = Transfer(sender, receiver, proxy.address, only=[0])
+        transfer = Transfer(sender, receiver, proxy.address, numbers=[0])
         with pytest.raises(DamagedData, match=f"frame 0 of {NAME} arrived {WRONG_MAX} times"):
             transfer.result()
         assert len(proxy.passed) == WRONG_MAX
@@ -215,7 +224,7 @@ def test_connections_that_never_bring_a_whole_frame_end_in_an_error(
     monkeypatch.setattr(tcp_receiver, "CUTS_MAX", 3)
     sender, receiver = node("a"), node("b")
     with Proxy(sender.address, "a", [], every=Fault(2_500_000)) as proxy:
-        transfer = Transfer(sender, receiver, proxy.address, only=[3])
+        transfer = Transfer(sender, receiver, proxy.address, numbers=[3])
         with pytest.raises(AgentError, match="3 connections were cut without a whole frame"):
             transfer.result()
 
@@ -545,7 +554,7 @@ def test_what_a_start_waits_for_is_at_normal_priority_and_outside_the_limit(
     sender.transport.offer(NAME, memoryview(source), frames, urgent)
     note = lambda number: nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))  # noqa: E731
     target = memoryview(bytearray(ROOM))
-    fetch = receiver.transport.fetch("a", [sender.address], NAME, target, frames, None, note, urgent)
+    fetch = receiver.transport.fetch("a", [sender.address], NAME, target, frames, note, urgent)
     finished(loop, fetch.completion)
     assert nice == {os.getpriority(os.PRIO_PROCESS, 0) if urgent else 19}
     assert (clock.now_s() > 0.1) != urgent

@@ -55,7 +55,6 @@ class Carrier:
         name: str,
         target: memoryview,
         frames: Any,
-        only: None,
         landed: Callable[[int], None],
         *,
         urgent: bool,

@@ -16,7 +16,8 @@ import pytest
 
 from ckpt.agent.job.job_executor import JobExecutor
 from ckpt.agent.net.progress import Progress
-from ckpt.agent.net.transport import Frames, Transport
+from ckpt.agent.net.tcp_sender import Transport
+from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.peer_handlers import PeerHandlers
 from ckpt.agent.replication.parity_store import ParityStore

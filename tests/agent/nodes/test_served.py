@@ -14,7 +14,7 @@ import pytest
 from ckpt.agent.job.follower_job import FollowerJob
 from ckpt.agent.net.handshake import Dialler, Role
 from ckpt.agent.net.peer_network import secret_id_of
-from ckpt.agent.net.tcp_sender import TcpTransport
+from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.node.cluster_startup import ClusterStartup
 from ckpt.agent.node.inventory_lease import LEASE_TIMEOUT_S, InventoryLease
 from ckpt.agent.replication.replica_store import decode_described
@@ -109,7 +109,7 @@ def test_what_a_real_agent_serves_for_a_start_it_serves_until_that_has_come_to_n
     assert answer is not None, error
     (described,) = decode_described(answer.blobs[0])
     greet = lambda about, peer: Dialler(at_work.secret, secret_id_of(at_work.secret), Role.DATA, "x", about, peer)  # noqa: E731
-    transport = TcpTransport(greet, patience_s=0.2)
+    transport = Transport(greet, patience_s=0.2)
 
     def fetched() -> BaseException | None:
         target = memoryview(bytearray(described.arena_bytes))

@@ -14,8 +14,6 @@ import pytest
 
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.net.tcp_sender import TcpTransport
-from ckpt.agent.net.transport import MakeTransport
 from ckpt.agent.restore import shared_read
 from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.agent.restore.shared_read import SharedRead
@@ -68,13 +66,12 @@ class Agent:
     """One node: a network of its own, and a restore. `mute`: of what it is told, nothing is heard. `away`: it has not
     come as far as to restore."""
 
-    def __init__(self, loop: TurnedLoop, number: int, transport: Callable[[str], MakeTransport]) -> None:
+    def __init__(self, loop: TurnedLoop, number: int) -> None:
         self.loop, self.number = loop, number
         self.room = 1 << 30  # what it may take for all
         self.events: list[Event] = []
         self.workers = Workers(loop.post)
-        name = f"agent-{number}"
-        self.network = PeerNetwork(loop, self.workers, name, self, transport=transport(name))
+        self.network = PeerNetwork(loop, self.workers, f"agent-{number}", self)
         (self.address,) = self.network.listen(SECRET, "127.0.0.1:0")
         self.ranks: list[Rank] = []
         self.heard: list[str] = []
@@ -110,14 +107,12 @@ class Agent:
 
 
 class Job:
-    """`count` agents in one process, one rank at each unless a test makes more. `transport`: makes that of an agent."""
+    """`count` agents in one process, one rank at each unless a test makes more."""
 
-    def __init__(
-        self, count: int, window_bytes: int, transport: Callable[[str], MakeTransport] = lambda name: TcpTransport
-    ) -> None:
+    def __init__(self, count: int, window_bytes: int) -> None:
         self.loop = TurnedLoop()
         self.store = Store()
-        self.agents = [Agent(self.loop, number, transport) for number in range(count)]
+        self.agents = [Agent(self.loop, number) for number in range(count)]
         nodes = [NodeAt(each.network.agent_name, (each.address,), (each.number,)) for each in self.agents]
         for each in self.agents:
             self.store.reads.append(Counter())
