@@ -11,30 +11,35 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from ckpt.agent.state.accounting import PARTS
+from ckpt.agent.state.accounting import PARTS, Phase
 from ckpt.storage.names import redact_url
 
-Sample = tuple[Mapping[str, str], float | None]
 Facts = Mapping[str, Any]
+Samples = Iterable[tuple[Mapping[str, str], float | None]]
+Read = Callable[[Facts], Samples]
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `read(status, unix_s)`: its samples, each the labels and a value; None: no sample."""
+    """One metric. `read(status)`: its samples, each the labels and a value; None: no sample."""
 
     name: str
-    kind: Literal["counter", "gauge"]
     help: str
-    read: Callable[[Facts, float], Iterable[Sample]]
+    read: Read
+
+    @property
+    def kind(self) -> str:
+        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 def page(status: Facts, unix_s: float) -> bytes:
     """The page of that status at that Unix time."""
+    status = {**status, "unix_s": unix_s}
     lines: list[str] = []
     for metric in METRICS:
-        samples = [(labels, value) for labels, value in metric.read(status, unix_s) if value is not None]
+        samples = [(labels, value) for labels, value in metric.read(status) if value is not None]
         if not samples:
             continue
         lines.append(f"# HELP {metric.name} {_escape(metric.help)}")
@@ -48,80 +53,65 @@ def page(status: Facts, unix_s: float) -> bytes:
 NONE: Mapping[str, str] = {}
 
 
-def _from_status(name: str) -> Callable[[Facts, float], Iterable[Sample]]:
-    return lambda status, unix_s: [(NONE, status.get(name))]
+def _at(path: str, label: str = "", field: str = "") -> Read:
+    """Reads the value at that path of the status, if the status has one. `label`: the value is a mapping; each of its
+    entries is a sample, with the key as that label. `field`: the entry of such a value that is the sample's."""
 
-
-def _account(*path: str) -> Callable[[Facts, float], Iterable[Sample]]:
-    def read(status: Facts, unix_s: float) -> Iterable[Sample]:
-        found: Any = status["account"]
-        for name in path:
-            found = found.get(name) if found is not None else None
-        return [(NONE, found)]
+    def read(status: Facts) -> Samples:
+        found: Any = status
+        for name in path.split("."):
+            found = found.get(name) if found else None
+        if not label:
+            return [(NONE, found)]
+        return [({label: key}, each[field] if field else each) for key, each in sorted((found or {}).items())]
 
     return read
 
 
-def _by_level(name: str) -> Callable[[Facts, float], Iterable[Sample]]:
-    return lambda status, unix_s: [({"level": k}, v) for k, v in sorted(status["account"][name].items())]
-
-
-def _info(status: Facts, unix_s: float) -> Iterable[Sample]:
+def _info(status: Facts) -> Samples:
     return [({"version": str(status["version"]), "url": redact_url(str(status["url"]))}, 1)]
 
 
-def _seconds(status: Facts, unix_s: float) -> Iterable[Sample]:
+def _seconds(status: Facts) -> Samples:
     return [({"part": part}, status["account"][f"{part}_s"]) for part in PARTS]
 
 
-def _phase(status: Facts, unix_s: float) -> Iterable[Sample]:
-    from ckpt.agent.state.accounting import Phase
-
+def _phase(status: Facts) -> Samples:
     return [({"phase": each.value}, float(status["account"]["phase"] == each.value)) for each in Phase]
 
 
-def _safe_step(status: Facts, unix_s: float) -> Iterable[Sample]:
-    return [({"level": level}, found["step"]) for level, found in sorted(status["account"]["safe"].items())]
-
-
-def _safe_at(status: Facts, unix_s: float) -> Iterable[Sample]:
+def _safe_at(status: Facts) -> Samples:
     safe = sorted(status["account"]["safe"].items())
-    return [({"level": level}, unix_s - found["age_s"]) for level, found in safe if found["age_s"] is not None]
+    return [({"level": level}, status["unix_s"] - at["age_s"]) for level, at in safe if at["age_s"] is not None]
 
 
-def _from_job(read: Callable[[Facts], Iterable[Sample]]) -> Callable[[Facts, float], Iterable[Sample]]:
+def _alarms(status: Facts) -> Samples:
+    found = status.get("predictions") or {"sources": {}, "standing": []}
+    standing = Counter[str](each["source"] for each in found["standing"])
+    return [({"source": name}, standing[name]) for name in sorted(found["sources"])]
+
+
+def _from_job(read: Read) -> Read:
     """Reads from the current job; no samples without one."""
-    return lambda status, unix_s: read(status["job"]) if status.get("job") else []
+    return lambda status: read(status["job"]) if status.get("job") else []
 
 
-def _by_label(name: str, label: str) -> Callable[[Facts, float], Iterable[Sample]]:
-    return lambda status, unix_s: [({label: k}, v) for k, v in sorted(status[name].items())]
-
-
-def _ranks(job: Facts) -> Iterable[Sample]:
+def _ranks(job: Facts) -> Samples:
     counts = Counter[str](job["ranks"])
     return [({"state": state}, counts[state]) for state in ("here", "left", "dead")]
 
 
-def _under_way(job: Facts) -> Iterable[Sample]:
+def _under_way(job: Facts) -> Samples:
     levels = [each["level"] for each in job["under_way"] if each["state"] != "failed"]
     return [({"level": level}, levels.count(level)) for level in sorted(job["intervals"])]
 
 
-def _intervals(job: Facts) -> Iterable[Sample]:
-    return [({"level": level}, found["interval_s"]) for level, found in sorted(job["intervals"].items())]
+def _notices(job: Facts) -> Samples:
+    certain = [bool(each["certain"]) for each in job["notices"]["standing"]]
+    return [({"certain": "yes"}, certain.count(True)), ({"certain": "no"}, certain.count(False))]
 
 
-def _rates(job: Facts) -> Iterable[Sample]:
-    return [({"class": name}, found["per_s"]) for name, found in sorted(job["rates"].items())]
-
-
-def _notices(job: Facts) -> Iterable[Sample]:
-    standing = job["notices"]["standing"]
-    return [({"certain": text}, sum(n["certain"] is known for n in standing)) for text, known in _CERTAIN]
-
-
-def _memory(job: Facts) -> Iterable[Sample]:
+def _memory(job: Facts) -> Samples:
     plan = job["memory"]
     if plan is None:
         return []
@@ -129,119 +119,74 @@ def _memory(job: Facts) -> Iterable[Sample]:
     return [({"use": name}, count) for name, count in names.items()]
 
 
-def _sources(name: str) -> Callable[[Facts, float], Iterable[Sample]]:
-    def read(status: Facts, unix_s: float) -> Iterable[Sample]:
-        return [({"source": k}, each[name]) for k, each in sorted(_predictions(status)["sources"].items())]
-
-    return read
-
-
-def _alarms(status: Facts, unix_s: float) -> Iterable[Sample]:
-    found = _predictions(status)
-    standing = Counter[str](each["source"] for each in found["standing"])
-    return [({"source": name}, standing[name]) for name in sorted(found["sources"])]
-
-
-def _predictions(status: Facts) -> Facts:
-    found: Facts = status.get("predictions") or {"sources": {}, "standing": []}
-    return found
-
-
-_CERTAIN = (("yes", True), ("no", False))
-
 METRICS: tuple[Metric, ...] = (
-    Metric("ckpt_agent_info", "gauge", "Always 1; labels: ckpt's version and the run's URL.", _info),
-    Metric("ckpt_phase", "gauge", "1 for the present phase of the run, 0 for the others.", _phase),
-    Metric("ckpt_goodput_ratio", "gauge", "Productive seconds over elapsed seconds.", _account("goodput")),
-    Metric(
-        "ckpt_elapsed_seconds_total", "counter", "Seconds since the first start on this agent.", _account("elapsed_s")
-    ),
-    Metric("ckpt_time_seconds", "gauge", "Elapsed seconds by part; a failure moves some to lost.", _seconds),
-    Metric("ckpt_starts_total", "counter", "Starts that reached training.", _account("starts")),
-    Metric("ckpt_failures_total", "counter", "Interruptions of training, preemptions included.", _account("failures")),
-    Metric("ckpt_lost_steps_total", "counter", "Ended steps that failures lost.", _account("lost_steps")),
-    Metric("ckpt_lost_seconds_total", "counter", "Seconds of training that failures lost.", _account("lost_s")),
-    Metric("ckpt_recoveries_total", "counter", "Recoveries after a failure.", _account("recoveries", "number")),
-    Metric(
-        "ckpt_recovery_seconds_total",
-        "counter",
-        "Seconds from failures to recoveries.",
-        _account("recoveries", "seconds"),
-    ),
-    Metric("ckpt_snapshots_total", "counter", "Checkpoints complete in memory.", _account("snapshots", "number")),
-    Metric("ckpt_snapshots_abandoned_total", "counter", "Snapshots begun and abandoned.", _account("given_up")),
+    Metric("ckpt_agent_info", "Always 1; labels: ckpt's version and the run's URL.", _info),
+    Metric("ckpt_phase", "1 for the present phase of the run, 0 for the others.", _phase),
+    Metric("ckpt_goodput_ratio", "Productive seconds over elapsed seconds.", _at("account.goodput")),
+    Metric("ckpt_elapsed_seconds_total", "Seconds since the first start on this agent.", _at("account.elapsed_s")),
+    Metric("ckpt_time_seconds", "Elapsed seconds by part; a failure moves some to lost.", _seconds),
+    Metric("ckpt_starts_total", "Starts that reached training.", _at("account.starts")),
+    Metric("ckpt_failures_total", "Interruptions of training, preemptions included.", _at("account.failures")),
+    Metric("ckpt_lost_steps_total", "Ended steps that failures lost.", _at("account.lost_steps")),
+    Metric("ckpt_lost_seconds_total", "Seconds of training that failures lost.", _at("account.lost_s")),
+    Metric("ckpt_recoveries_total", "Recoveries after a failure.", _at("account.recoveries.number")),
+    Metric("ckpt_recovery_seconds_total", "Seconds from failures to recoveries.", _at("account.recoveries.seconds")),
+    Metric("ckpt_snapshots_total", "Checkpoints complete in memory.", _at("account.snapshots.number")),
+    Metric("ckpt_snapshots_abandoned_total", "Snapshots begun and abandoned.", _at("account.given_up")),
     Metric(
         "ckpt_snapshot_stall_seconds_total",
-        "counter",
         "Time that training paused for snapshots, as the slowest rank reports.",
-        _account("snapshots", "seconds"),
+        _at("account.snapshots.seconds"),
     ),
-    Metric("ckpt_commits_total", "counter", "Commits that reached the store.", _account("commits", "number")),
+    Metric("ckpt_commits_total", "Commits that reached the store.", _at("account.commits.number")),
+    Metric("ckpt_commits_failed_total", "Commits that failed; some were tried again.", _at("account.commits_failed")),
+    Metric("ckpt_commit_seconds_total", "Seconds that commits took.", _at("account.commits.seconds")),
     Metric(
-        "ckpt_commits_failed_total",
-        "counter",
-        "Commits that failed; some were tried again.",
-        _account("commits_failed"),
-    ),
-    Metric("ckpt_commit_seconds_total", "counter", "Seconds that commits took.", _account("commits", "seconds")),
-    Metric(
-        "ckpt_committed_raw_bytes_total",
-        "counter",
-        "Bytes of committed checkpoints before encoding.",
-        _account("raw_bytes"),
+        "ckpt_committed_raw_bytes_total", "Bytes of committed checkpoints before encoding.", _at("account.raw_bytes")
     ),
     Metric(
-        "ckpt_saved_bytes_total", "counter", "Bytes saved by level; store: after encoding.", _by_level("saved_bytes")
+        "ckpt_saved_bytes_total", "Bytes saved by level; store: after encoding.", _at("account.saved_bytes", "level")
     ),
-    Metric("ckpt_restored_bytes_total", "counter", "Bytes that starts read, by level.", _by_level("restored_bytes")),
+    Metric("ckpt_restored_bytes_total", "Bytes that starts read, by level.", _at("account.restored_bytes", "level")),
     Metric(
         "ckpt_store_requests_total",
-        "counter",
         "Requests of this agent to the store, each attempt among them.",
-        _by_label("store_requests", "operation"),
+        _at("store_requests", "operation"),
     ),
     Metric(
         "ckpt_store_bytes_total",
-        "counter",
         "Bytes that this agent sent to the store or received from it.",
-        _by_label("store_bytes", "direction"),
+        _at("store_bytes", "direction"),
     ),
-    Metric("ckpt_restores_total", "counter", "Starts by the level that they restored from.", _by_level("restores")),
-    Metric("ckpt_step", "gauge", "Newest step that all ranks ended.", _account("ended_step")),
-    Metric("ckpt_step_seconds", "gauge", "Seconds of a step now.", _from_job(lambda job: [(NONE, job["step_s"])])),
-    Metric("ckpt_safe_step", "gauge", "Newest step that is complete at a level.", _safe_step),
-    Metric("ckpt_safe_timestamp_seconds", "gauge", "When that step was taken, Unix time.", _safe_at),
-    Metric("ckpt_under_way", "gauge", "Checkpoints on their way to a level.", _from_job(_under_way)),
-    Metric("ckpt_interval_seconds", "gauge", "Present interval of a level, seconds.", _from_job(_intervals)),
-    Metric("ckpt_failures_per_second", "gauge", "Learnt failure rate by class.", _from_job(_rates)),
+    Metric("ckpt_restores_total", "Starts by the level that they restored from.", _at("account.restores", "level")),
+    Metric("ckpt_step", "Newest step that all ranks ended.", _at("account.ended_step")),
+    Metric("ckpt_step_seconds", "Seconds of a step now.", _at("job.step_s")),
+    Metric("ckpt_safe_step", "Newest step that is complete at a level.", _at("account.safe", "level", "step")),
+    Metric("ckpt_safe_timestamp_seconds", "When that step was taken, Unix time.", _safe_at),
+    Metric("ckpt_under_way", "Checkpoints on their way to a level.", _from_job(_under_way)),
     Metric(
-        "ckpt_saving_ratio",
-        "gauge",
-        "Expected share of the run's time that saving takes.",
-        _from_job(lambda job: [(NONE, job.get("saving"))]),
+        "ckpt_interval_seconds", "Present interval of a level, seconds.", _at("job.intervals", "level", "interval_s")
     ),
-    Metric("ckpt_ranks", "gauge", "Ranks of the current job, by state.", _from_job(_ranks)),
-    Metric("ckpt_notices", "gauge", "Standing notices, by whether they are certain.", _from_job(_notices)),
-    Metric("ckpt_predictions", "gauge", "Standing alarms of all nodes, by source.", _alarms),
+    Metric("ckpt_failures_per_second", "Learnt failure rate by class.", _at("job.rates", "class", "per_s")),
+    Metric("ckpt_saving_ratio", "Expected share of the run's time that saving takes.", _at("job.saving")),
+    Metric("ckpt_ranks", "Ranks of the current job, by state.", _from_job(_ranks)),
+    Metric("ckpt_notices", "Standing notices, by whether they are certain.", _from_job(_notices)),
+    Metric("ckpt_predictions", "Standing alarms of all nodes, by source.", _alarms),
     Metric(
-        "ckpt_prediction_precision_ratio", "gauge", "Lower bound of the precision, by source.", _sources("precision")
-    ),
-    Metric("ckpt_prediction_recall_ratio", "gauge", "Lower bound of the recall; 0 if not proven.", _sources("recall")),
-    Metric("ckpt_memory_bytes", "gauge", "Planned memory of this node, by use.", _from_job(_memory)),
-    Metric(
-        "ckpt_memory_allowed_bytes",
-        "gauge",
-        "Limit of the planned memory.",
-        _from_job(lambda job: [(NONE, job["memory"]["allowed_bytes"] if job["memory"] else None)]),
+        "ckpt_prediction_precision_ratio",
+        "Lower bound of the precision, by source.",
+        _at("predictions.sources", "source", "precision"),
     ),
     Metric(
-        "process_resident_memory_bytes",
-        "gauge",
-        "Resident memory of the agent, with shared memory.",
-        _from_status("resident_bytes"),
+        "ckpt_prediction_recall_ratio",
+        "Lower bound of the recall; 0 if not proven.",
+        _at("predictions.sources", "source", "recall"),
     ),
-    Metric("process_cpu_seconds_total", "counter", "CPU seconds of the agent.", _from_status("cpu_s")),
-    Metric("process_start_time_seconds", "gauge", "Start of the agent, Unix time.", _from_status("began_at")),
+    Metric("ckpt_memory_bytes", "Planned memory of this node, by use.", _from_job(_memory)),
+    Metric("ckpt_memory_allowed_bytes", "Limit of the planned memory.", _at("job.memory.allowed_bytes")),
+    Metric("process_resident_memory_bytes", "Resident memory of the agent, with shared memory.", _at("resident_bytes")),
+    Metric("process_cpu_seconds_total", "CPU seconds of the agent.", _at("cpu_s")),
+    Metric("process_start_time_seconds", "Start of the agent, Unix time.", _at("began_at")),
 )
 
 
