@@ -21,7 +21,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt.types import Epoch, Version, format_count
@@ -40,6 +40,14 @@ class Phase(enum.Enum):
     TRAINING = "training"
     ENDING = "ending"
     DOWN = "down"
+
+
+_PARTS = {
+    Phase.STARTING: "starting",
+    Phase.TRAINING: "productive",
+    Phase.ENDING: "ending",
+    Phase.DOWN: "recovery",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +71,6 @@ class Count:
         self.number += 1
         self.seconds += seconds
         self.last_s = seconds
-
-    def facts(self) -> dict[str, Any]:
-        return {"number": self.number, "seconds": self.seconds, "last_s": self.last_s}
 
 
 @dataclass(slots=True)
@@ -114,7 +119,9 @@ class Accounting:
         given up. `ended_step`: the newest ended step that the ranks published, 0 before the first."""
         self._advance(now_s)
         if phase is None:
-            phase = self._fallback_phase() if self.phase is Phase.STARTING else self.phase
+            phase = self.phase
+            if phase is Phase.STARTING:
+                phase = Phase.DOWN if self._is_recovering else Phase.IDLE
         at_work = (Phase.TRAINING, Phase.ENDING)
         # The old phase counts too: steps may have ended between the last look and a failure.
         if phase in at_work or self.phase in at_work:
@@ -231,11 +238,11 @@ class Accounting:
             "failures": self.failures,
             "lost_steps": self.lost_steps,
             "ended_step": self._ended_step,
-            "snapshots": self.snapshots.facts(),
+            "snapshots": asdict(self.snapshots),
             "given_up": self.abandoned_count,
-            "commits": self.commits.facts(),
+            "commits": asdict(self.commits),
             "commits_failed": self.commits_failed,
-            "recoveries": self.recoveries.facts(),
+            "recoveries": asdict(self.recoveries),
             "raw_bytes": self.raw_bytes,
             "saved_bytes": dict(self.saved_bytes),
             "restored_bytes": dict(self.restored_bytes),
@@ -260,18 +267,13 @@ class Accounting:
         """Books the time since the last call."""
         passed_s = 0.0 if self._now_s is None else max(0.0, now_s - self._now_s)
         self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
-        if self.phase is not Phase.IDLE:
-            self._elapsed_s += passed_s
-        match self.phase:
-            case Phase.TRAINING:
-                self._seconds["productive"] += passed_s
-                self._stall_limit_s += passed_s
-            case Phase.ENDING:
-                self._seconds["ending"] += passed_s
-            case Phase.DOWN:
-                self._seconds["recovery"] += passed_s
-            case Phase.STARTING:
-                self._seconds["recovery" if self._is_recovering else "starting"] += passed_s
+        if self.phase is Phase.IDLE:
+            return
+        self._elapsed_s += passed_s
+        part = "recovery" if self.phase is Phase.STARTING and self._is_recovering else _PARTS[self.phase]
+        self._seconds[part] += passed_s
+        if self.phase is Phase.TRAINING:
+            self._stall_limit_s += passed_s
 
     def _enter(self, now_s: float, phase: Phase) -> None:
         trained = self.phase in (Phase.TRAINING, Phase.ENDING)
@@ -280,9 +282,6 @@ class Accounting:
             self.failures += 1
             self._is_recovering, self._failed_s = True, now_s
         self.phase, self._phase_s = phase, now_s
-
-    def _fallback_phase(self) -> Phase:
-        return Phase.DOWN if self._is_recovering else Phase.IDLE
 
     def _rewind_to(self, version: Version) -> None:
         """Training goes on after `version`. After a failure the work beyond that version is booked as lost."""

@@ -15,8 +15,14 @@ from ckpt.types import Version
 Request = Any
 
 
+class Action:
+    """One action."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class SetWord:
+class SetWord(Action):
     """Publish the control word of that slot: the version it is appointed for; None: nothing."""
 
     slot: int
@@ -24,7 +30,7 @@ class SetWord:
 
 
 @dataclass(frozen=True, slots=True)
-class SetVerdict:
+class SetVerdict(Action):
     """Publish the verdict: the ranks leave by that save attempt. Written to the control page before any answer says
     so."""
 
@@ -32,14 +38,14 @@ class SetVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Divide:
+class Divide(Action):
     """Make a division of all ranks' layouts of that version; then `planned` or `unplannable`."""
 
     layouts_version: int
 
 
 @dataclass(frozen=True, slots=True)
-class MakeArenas:
+class MakeArenas(Action):
     """Make one arena with warm pages for each rank, of `arena_bytes` by rank; then `made`."""
 
     slot: int
@@ -47,21 +53,21 @@ class MakeArenas:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferSlot:
+class OfferSlot(Action):
     """Offer a free slot: each rank binds its arena of the slot for the division; then `arena-warm` for each rank."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class CloseArenas:
+class CloseArenas(Action):
     """Free the memory of a slot on every node. The slot is empty and no longer in use."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class Assemble:
+class Assemble(Action):
     """Hash what all ranks have staged and put the checkpoint together; then `assembled`."""
 
     slot: int
@@ -70,7 +76,7 @@ class Assemble:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(Action):
     """Have peers keep replicas, as the placement says; then `replicated`."""
 
     slot: int
@@ -79,7 +85,7 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Action):
     """Write the checkpoint to the store; then `committed`."""
 
     slot: int
@@ -89,21 +95,21 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class StopCommit:
+class StopCommit(Action):
     """Stop the commit under way soon: nothing more is written for it. `committed` then reports its outcome."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class ClearSlot:
+class ClearSlot(Action):
     """Forget what that slot held: the slot is empty now."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaDegraded:
+class ReplicaDegraded(Action):
     """The newest replicated checkpoint loses memory that its replication relied on, and no longer meets the
     replication target."""
 
@@ -111,39 +117,39 @@ class ReplicaDegraded:
 
 
 @dataclass(frozen=True, slots=True)
-class DropReplicas:
+class DropReplicas(Action):
     """Have peers drop their replicas of this job's checkpoints. No new replicas follow."""
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerRequest:
+class AnswerRequest(Action):
     request: Request
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(Action):
     request: Request
     kind: str
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReportProgress:
+class ReportProgress(Action):
     """Tell the client that its request still waits for a slot or a rank."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
-class NotifyRanks:
+class NotifyRanks(Action):
     """Send a notification to every connected rank."""
 
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(Action):
     name: str
     message: str
     loud: bool = False
@@ -151,14 +157,14 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteOutcome:
+class WriteOutcome(Action):
     """Write the outcome of a notice to the file that launchers read."""
 
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledge:
+class Acknowledge(Action):
     """Have that node ("": this one) tell the notice source that its planned event may begin now; then
     `acknowledged`."""
 
@@ -168,7 +174,7 @@ class Acknowledge:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordExit:
+class RecordExit(Action):
     """Tell that node ("": this one) that the ranks leave because of this notice of its machine."""
 
     source: str
@@ -177,29 +183,7 @@ class RecordExit:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class Close(Action):
     """Write to the store that the epoch has ended; then `closed`."""
 
     reason: str
-
-
-MessageAction = AnswerRequest | Refuse | ReportProgress | NotifyRanks | Emit | WriteOutcome
-WorkAction = (
-    SetWord
-    | SetVerdict
-    | Divide
-    | MakeArenas
-    | OfferSlot
-    | CloseArenas
-    | Assemble
-    | Replicate
-    | Commit
-    | StopCommit
-    | ClearSlot
-    | ReplicaDegraded
-    | DropReplicas
-    | Acknowledge
-    | RecordExit
-    | Close
-)
-Action = WorkAction | MessageAction

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from ckpt.policy.adaptive import Adaptive, Chosen, Decision
+from ckpt.policy.adaptive import Adaptive, Decision
 from ckpt.policy.failures import Failure
 from ckpt.policy.history import Sources, merged, remember
 from ckpt.policy.interval_solver import decide
@@ -104,7 +104,7 @@ class CostModel:
         found = decide(
             self.measurements, self.limits, self.nodes, self.has_replicas, before, self.slots, self.unsaved_s
         )
-        if _intervals(found) == _intervals(before):
+        if (found.local_s, found.snapshots) == (before.local_s, before.snapshots):
             found = replace(found, local_by=before.local_by, store_by=before.store_by)
         self.decision = found
         return found
@@ -156,7 +156,3 @@ def classify_failure(lost_nodes: int, peers: bool, from_store: bool, warned: boo
     if peers and from_store:
         return Failure.JOB
     return Failure.PREEMPTION if warned else Failure.NODE
-
-
-def _intervals(choice: Chosen) -> tuple[float, int]:
-    return choice.local_s, choice.snapshots
