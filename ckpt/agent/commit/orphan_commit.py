@@ -1,6 +1,6 @@
 """The orphan commit: judges whether a checkpoint without a coordinator is still needed, and commits it.
 
-Two modules decide when: node/orphan_committer.py on the nodes of a job, node/memory_node.py on a memory-only node.
+node/orphan_committer.py decides when.
 
 An orphan commit and any start or commit at the same time are safe side by side:
 - Every key contains its writer's name, and the record refers to no other checkpoint's packs. A second record of one
@@ -16,31 +16,19 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.commit.store_client import StoreClient
-from ckpt.agent.snapshots.manifest_gather import hash_parts
-from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, assemble_checkpoint
-from ckpt.errors import DamagedData, Superseded
-from ckpt.ipc.arena import Arena
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
+from ckpt.errors import Superseded
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.store.commit import Committed, OtherWriters
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
-
-
-@dataclass(frozen=True, slots=True)
-class OrphanCheckpoint:
-    """A checkpoint of which this node keeps every rank's snapshot. `arenas`: by rank."""
-
-    identity: Identity
-    arenas: Mapping[int, Arena]
-    terms: CommitTerms
 
 
 class OrphanVerdict(enum.Enum):
@@ -84,41 +72,15 @@ def check_due(
         raise Superseded(f"{identity} is {now.value}")
 
 
-def commit_newest(store: StoreClient, found: Sequence[OrphanCheckpoint], cancel: threading.Event) -> Identity | None:
-    """Commits the newest of these checkpoints that needs it and returns its identity; None: no commit is needed. Runs
-    on a worker thread. Damaged checkpoints, and those outside the branch history, are skipped.
-
-    Errors: SaveFailed; Superseded; StorageError; DamagedData if all checkpoints that need a commit are damaged."""
-    damaged: DamagedData | None = None
-    for each in sorted(found, key=lambda each: each.identity, reverse=True):
-        verdict = judge(store.open_run().view(), each.terms.claim, each.identity)
-        if verdict is OrphanVerdict.DONE:
-            return None
-        if verdict is OrphanVerdict.OBSOLETE:
-            continue
-        try:
-            parts = hash_parts(each.identity, len(each.arenas), each.arenas)
-            made = assemble_checkpoint(each.identity, parts, each.arenas)
-        except DamagedData as exc:
-            damaged = exc
-            continue
-        commit_orphan(store, made, each.terms, "a memory-only node", cancel)
-        return each.identity
-    if damaged is not None:
-        raise damaged
-    return None
-
-
 def commit_orphan(
     store: StoreClient,
     made: MemoryCheckpoint,
     terms: CommitTerms,
-    by: str,
     cancel: threading.Event,
     elsewhere: OtherWriters | None = None,
 ) -> Committed:
-    """Commits a checkpoint that `judge` found due, and claims its epoch first if needed. Runs on a worker thread. `by`:
-    the committing party, for the record. `elsewhere`: see store.commit.Committer.commit.
+    """Commits a checkpoint that `judge` found due, and claims its epoch first if needed. Runs on a worker thread.
+    `elsewhere`: see store.commit.Committer.commit.
 
     Errors: SaveFailed; Superseded if the checkpoint is no longer due; StorageError."""
     claim, identity = terms.claim, made.identity
@@ -128,4 +90,5 @@ def commit_orphan(
 
     if judge(store.open_run().view(), claim, identity) is OrphanVerdict.CLAIM:
         store.claim(claim)
-    return store.put_checkpoint(claim, made, terms.codec, terms.bandwidth, {"by": by}, check, cancel, elsewhere)
+    about = {"by": "a node that was left"}
+    return store.put_checkpoint(claim, made, terms.codec, terms.bandwidth, about, check, cancel, elsewhere)

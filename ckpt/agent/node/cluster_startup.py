@@ -253,8 +253,10 @@ class ClusterStartup(Startup):
         return CheckpointCollector(*services, start.nodes, self._holders_without_ranks(start), guard, urgent=True)
 
     def _holders_without_ranks(self, start: Start | None) -> list[NodeAt]:
-        """The holders without ranks of this job: memory-only nodes, and nodes of earlier starts."""
-        return [*self.memory_nodes.nodes(), *(start.previous_nodes if start is not None else ())]
+        """The holders without ranks of this job: memory-only nodes, and connected nodes of earlier starts."""
+        network, former = self.network, start.previous_nodes if start is not None else ()
+        connected = [node for node in former if network is not None and network.channel(node.name) is not None]
+        return [*self.memory_nodes.nodes(), *connected]
 
     def _open_peer_source(self, start: Start, places: FramePlaces, manifest: Manifest) -> PeerSource | None:
         network = self.network

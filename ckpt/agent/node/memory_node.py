@@ -1,13 +1,13 @@
 """The agent of a memory-only node: it keeps replicas for the jobs of one run, serves them, and commits orphaned ones.
 
-It has no trainers, and serves until a signal asks it to end. If the job's coordinator is lost, it commits the newest
-checkpoint that it keeps whole. The decisions are in memory_lease.py and commit/orphan_commit.py. Main thread only.
+It has no trainers, and serves until a signal asks it to end. memory_lease.py decides to whom it lends. If the job's
+coordinator is lost, it commits as a node of that job does (orphan_committer.py). Main thread only.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+import math
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ckpt.agent.commit.commit_terms import CommitTerms
-from ckpt.agent.commit.orphan_commit import OrphanCheckpoint, commit_newest
+from ckpt.agent.commit.commit_turns import CommitTurns
 from ckpt.agent.node.agent import Agent
 from ckpt.agent.node.memory_lease import MemoryLease
+from ckpt.agent.node.orphan_committer import UncoordinatedJob
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
-from ckpt.agent.snapshots.inventory import Inventory, find_sealed_snapshot
+from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state.retention_rule import NewestStart
-from ckpt.errors import AgentError, Superseded
+from ckpt.errors import AgentError
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.settings import Settings
 from ckpt.storage.names import redact_url
-from ckpt.types import Epoch, Identity
+from ckpt.types import Epoch
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
@@ -42,6 +43,9 @@ COMMON_MESSAGES = (
     *(
         "describe-snapshots",
         "serve-frames",
+        "replicate",
+        "replicated",
+        "encode-parity",
         "withdraw-frames",
         "write-frames",
         "cancel-write",
@@ -76,17 +80,11 @@ class MemoryNode(Agent):
         """Errors: AgentError if it cannot listen on that address; UsageError."""
         super().__init__(url, settings, server)
         self._options = lend
-        self._memory_lease = MemoryLease(lend.commit_after_s, time.monotonic())
-        self._committing_identity: Identity | None = None
-        self._cancel = threading.Event()
-        self._last_error = ""
+        self._memory_lease = MemoryLease()
+        self._turns = CommitTurns(math.inf, lend.commit_after_s)
         self._is_ending = False  # asked to end: one last commit was begun, or is not needed
         self.addresses: list[Address] = self._open_network(self.incarnation).listen(lend.secret, lend.listen)
         self._workers.run(Lane.FRONT, lambda: self._store.open_run(impatient=True).view(), self._on_store_checked)
-
-    def close(self) -> None:
-        self._cancel.set()
-        super().close()
 
     # -- what it lends
 
@@ -136,17 +134,9 @@ class MemoryNode(Agent):
                 self._check_sender(channel.peer, fields)
                 if fields["epoch"] is None:
                     self.inventory_lease.end_lease(channel.peer)
-                    self._memory_lease.on_coordinator_lost(channel.peer, time.monotonic())
-            case "replicate" | "encode-parity":
-                identity = Identity.parse(str(fields["identity"]))
-                self._memory_lease.check(channel.peer, identity)
-                self.inventory_lease.check(channel.peer, identity.epoch, time.monotonic())
-                super().peer_message(channel, message)
-            case "replicated":
-                self._memory_lease.check(channel.peer, Identity.parse(str(fields["identity"])))
-                super().peer_message(channel, message)
+                    self._memory_lease.on_coordinator_lost(channel.peer)
             case "job-idle":
-                self._memory_lease.on_coordinator_lost(channel.peer, time.monotonic())
+                self._memory_lease.on_coordinator_lost(channel.peer)
             case "epoch-ended":
                 self._drop_epoch_replicas(channel, Epoch.parse(str(fields["epoch"])))
             case _ if message.kind in COMMON_MESSAGES:
@@ -170,6 +160,8 @@ class MemoryNode(Agent):
         agents = terms.claim.agents
         self._server.node_names.add_nodes(NodeAt(name, tuple(map(Address.parse, at)), ()) for name, at in agents)
         epoch, now_s = terms.claim.epoch, time.monotonic()
+        if epoch >= max(self._memory_lease.terms, default=epoch):  # else it is refused
+            self._end_commit_attempt()
         waits = (
             not self._memory_lease.is_connected
             and self.inventory_lease.is_held(now_s)
@@ -178,13 +170,7 @@ class MemoryNode(Agent):
         busy = self._memory_lease.launch or "another one" if waits else self._memory_lease.borrow(channel.peer, terms)
         if not busy:
             self.inventory_lease.on_epoch_begun(channel.peer, epoch)
-        if (
-            not busy
-            and self._committing_identity not in (None, terms.claim.parent)
-            and self._committing_identity.epoch < terms.claim.epoch
-        ):
-            # The run goes on from another checkpoint than the one being committed here.
-            self._cancel.set()
+            self._memory_lease.drop_old_terms({identity.epoch for identity in self.replicas.identities})
         self._answer_lease_request(channel, int(message.fields["id"]), busy, [])
 
     def _drop_epoch_replicas(self, channel: Channel, epoch: Epoch) -> None:
@@ -194,55 +180,25 @@ class MemoryNode(Agent):
 
     def peer_closed(self, channel: Channel) -> None:
         if self.network is not None and self.network.channel(channel.peer) is None:
-            self._memory_lease.on_coordinator_lost(channel.peer, time.monotonic())
+            self._memory_lease.on_coordinator_lost(channel.peer)
         super().peer_closed(channel)
 
     # -- orphan commits
 
-    def _whole_checkpoints(self) -> list[OrphanCheckpoint]:
-        """The checkpoints of which this node keeps every rank's snapshot, and knows the epoch's terms."""
-        found = []
-        for identity in sorted({identity for identity, _ in self.replicas.arenas_by_key}):
-            arenas, terms = self.replicas.arenas_of(identity), self._memory_lease.terms.get(identity.epoch)
-            worlds = {each[1] for each in map(find_sealed_snapshot, arenas.values()) if each is not None}
-            if terms is not None and worlds == {len(arenas)}:
-                found.append(OrphanCheckpoint(identity, arenas, terms))
-        return found
-
-    def settle(self) -> float | None:
-        now_s = time.monotonic()
-        self._memory_lease.drop_old_terms({identity.epoch for identity in self.replicas.identities})
-        due_s = self._begin_due_commit(now_s)
-        times = [each for each in (due_s, super().settle()) if each is not None]
-        return min(times, default=None)
-
-    def _begin_due_commit(self, now_s: float) -> float | None:
-        """Begins an orphan commit when one is due, or once before the agent ends. Returns when to look again."""
-        if self._committing_identity is not None:
+    def _find_uncoordinated_job(self) -> UncoordinatedJob | None:
+        terms = self._memory_lease.terms
+        if self._memory_lease.is_connected or not self.replicas.identities or not terms:
             return None
-        newest = max((identity for identity, _ in self.replicas.arenas_by_key), default=None)
-        due_s = self._memory_lease.commit_due_s(newest)
-        ends = self._server.is_end_requested and not self._is_ending
-        self._is_ending = self._is_ending or ends
-        if due_s is None or (now_s < due_s and not ends):
-            return due_s
-        whole = self._whole_checkpoints()
-        assert newest is not None  # else nothing was due
-        if not whole:
-            self._memory_lease.record_commit_attempt(newest, True, now_s)
-            log.warning("no coordinator is connected, and of %s only some ranks' parts are kept here", newest)
-            return None
-        for each in whole:
-            self.replicas.lease(each.identity)
-        self._committing_identity, self._cancel = newest, threading.Event()
-        cancel = self._cancel
-        text = "no coordinator is connected: what is kept here is committed from here, unless it is in the store"
-        log.warning("%s (newest: step %d of %s)", text, whole[-1].identity.version.step, whole[-1].identity.epoch)
-        self._workers.run(
-            Lane.COMMIT,
-            lambda: commit_newest(self._store, whole, cancel),
-            lambda done: self._on_commit_done(newest, whole, done),
-        )
+        return UncoordinatedJob(max(terms), (), 0, terms)
+
+    def _schedule_orphan_commit(self, now_s: float) -> float | None:
+        """As on any other node. Once this node is asked to end, it tries once more, at once."""
+        if not self._server.is_end_requested:
+            return super()._schedule_orphan_commit(now_s)
+        if self._commit_attempt is None and not self._is_ending:
+            self._is_ending, job = True, self._find_uncoordinated_job()
+            if job is not None and not self._turns.is_settled:
+                self._begin_commit_attempt(job)
         return None
 
     def _on_store_checked(self, done: Future[RunView]) -> None:
@@ -250,20 +206,6 @@ class MemoryNode(Agent):
         if error := failure(done):
             text = "the store cannot be read from here now, and what is kept here could not be committed"
             log.warning("%s (see `ckpt doctor %s`): %s", text, redact_url(self.url), error)
-
-    def _on_commit_done(self, newest: Identity, whole: list[OrphanCheckpoint], done: Future[Identity | None]) -> None:
-        self._committing_identity = None
-        error = failure(done)
-        for each in whole:
-            self.replicas.release(each.identity)
-        self._memory_lease.record_commit_attempt(
-            newest, not error or isinstance(done.exception(), Superseded), time.monotonic()
-        )
-        self._last_error = error
-        if error:
-            log.warning("what is kept here could not be committed: %s", error)
-        elif (identity := done.result()) is not None:
-            log.warning("step %d of %s is committed", identity.version.step, identity.epoch)
 
     # -- the rest
 
@@ -287,23 +229,23 @@ class MemoryNode(Agent):
 
     def status(self) -> dict[str, Any]:
         loan = self._memory_lease
-        kept = sorted(self.replicas.identities)
+        held, attempt = self._inventory(whole=True), self._commit_attempt
         lending = {
             "at": [str(each) for each in self.addresses],
             "memory_bytes": self._options.memory_bytes,
             "used_bytes": self.replicas.bytes,
             "launch": loan.launch or None,
             "connected": loan.is_connected,
-            "keeps": [str(each) for each in kept],
-            "whole": [str(each.identity) for each in self._whole_checkpoints()],
-            "committing": str(self._committing_identity) if self._committing_identity is not None else None,
-            "error": self._last_error or None,
+            "keeps": [str(each) for each in sorted(self.replicas.identities)],
+            "whole": [str(each) for each in sorted(held.world_sizes) if not held.missing_ranks(each)],
+            "committing": str(attempt.identity) if attempt is not None and attempt.identity is not None else None,
+            "error": self._commit_error or None,
         }
         return {**super().status(), "lending": lending}
 
     def _end_due_s(self, now_s: float) -> float | None:
         """The end comes when a signal asked for it and the last commit has been tried."""
-        return now_s if self._is_ending and self._committing_identity is None else None
+        return now_s if self._is_ending and self._commit_attempt is None else None
 
     def _reconnect_node(self, name: str) -> None:
         """Nothing: coordinators connect to a memory-only node, never the other way round."""

@@ -4,7 +4,8 @@ A checkpoint is orphaned when its coordinator is lost, no rank trains on these n
 Checkpoints of earlier starts count too. The nodes take turns in the job's order (`CommitTurns`). The node whose turn it
 is surveys the others, as a start does: until it tells them the outcome, none of them drops what it listed, and no other
 node begins. Lost snapshots are rebuilt from parity, the holders write their frames, and one record is put if the run's
-branch history still needs it (`orphan_commit.judge`). A start ends the attempt, since it may restore newer memory.
+branch history still needs it (`orphan_commit.judge`). A start ends the attempt, since it may restore newer memory. A
+memory-only node does the same with what it holds, and surveys nobody: it may lack access to the store.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, wri
 from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_orphan, judge
 from ckpt.agent.commit.store_client import JobOptions
 from ckpt.agent.node.peer_handlers import PeerHandlers
+from ckpt.agent.node.previous_nodes import survey_inventories
 from ckpt.agent.restore.collect import CheckpointCollector
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
@@ -47,23 +49,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-# How long the survey waits: lost nodes never answer.
-SURVEY_TIMEOUT_S = 5.0
+
+@dataclass(frozen=True, slots=True)
+class UncoordinatedJob:
+    """A job that no process here works for. `epoch`: of its newest start. `nodes`: in the job's order, its former
+    coordinator first; () on a memory-only node, which commits what it holds by itself. `turn`: of this node, from 0.
+    `terms`: by epoch, since the checkpoint may be of an earlier start."""
+
+    epoch: Epoch
+    nodes: Sequence[NodeAt]
+    turn: int
+    terms: Mapping[Epoch, CommitTerms]
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """One attempt to commit an orphaned checkpoint. `followed_job`: the newest job that this node followed. `terms`: by
-    epoch, since the checkpoint may be of an earlier start. `pending_nodes`: the nodes that have not answered the
-    survey; `answered_nodes`: the other nodes that have."""
+    """One attempt to commit an orphaned checkpoint. `pending_nodes`: the nodes that have not answered the survey;
+    `answered_nodes`: the other nodes that have. `identity`: what is being committed. `settled`: the epoch of a
+    checkpoint that the run does not need; older ones are tried then."""
 
-    followed_job: FollowerJob
-    terms: Mapping[Epoch, CommitTerms]
+    job: UncoordinatedJob
     network: PeerNetwork
     inventory: Inventory
     pending_nodes: set[str] = field(default_factory=set)
     answered_nodes: list[NodeAt] = field(default_factory=list)
     cancel: threading.Event = field(default_factory=threading.Event)
+    identity: Identity | None = None
+    settled: Epoch | None = None
 
 
 class OrphanCommitter(PeerHandlers):
@@ -73,6 +85,7 @@ class OrphanCommitter(PeerHandlers):
         super().__init__(url, settings, server)
         self._turns = CommitTurns(settings.linger_s)
         self._commit_attempt: _Attempt | None = None
+        self._commit_error = ""  # of the last attempt
 
     def _begin(self, peer: Peer, message: Message) -> None:
         self._end_commit_attempt()
@@ -98,41 +111,45 @@ class OrphanCommitter(PeerHandlers):
             settled = Epoch.parse(str(fields["settled"]))
             self._turns.is_settled = self._turns.is_settled or all(each.epoch <= settled for each in self.followed_jobs)
 
-    def _schedule_orphan_commit(self, now_s: float) -> float | None:
-        """Begins this node's attempt in its turn, and ends it when a job needs the node. Returns when to look again."""
-        attempt, network, jobs = self._commit_attempt, self.network, self._jobs()
-        newest = max(self.followed_jobs, key=lambda each: each.epoch, default=None)
+    def _find_uncoordinated_job(self) -> UncoordinatedJob | None:
+        """The orphaned job whose checkpoints lie here; None: there is none, or a job needs this node."""
+        jobs, newest = self._jobs(), max(self.followed_jobs, key=lambda each: each.epoch, default=None)
         needed = any(job.is_needed for job in jobs) or self._has_needed_followed_job
-        if newest is None or needed or self._start is not None:
-            self._end_commit_attempt()
-            self._turns.restart_turns()
+        if newest is None or needed or self._start is not None or self.network is None:
             return None
-        if attempt is not None:
-            if attempt.followed_job not in self.followed_jobs:
-                self._end_commit_attempt()
-            return None
-        # Jobs coordinated here count too. One newer than `newest` that has a checkpoint rules the attempt out.
+        # Jobs coordinated here count too. One newer than `newest` that has a checkpoint rules a commit out.
         known: list[FollowerJob | Job] = [*self.followed_jobs, *jobs]
         terms = {each.epoch: each.terms for each in known if each.terms is not None}
-        outdone = any(job.epoch > newest.epoch and job.checkpoints for job in jobs)
-        turn = next(
-            (n for n, node in enumerate(newest.nodes[1:]) if network and node.name == network.agent_name), TURNS
-        )
-        due_s = self._turns.due_s(turn, now_s)
-        if (
-            network is None
-            or not terms
-            or outdone
-            or self._server.is_end_requested
-            or self.inventory_lease.is_held(now_s)
-        ):
+        if any(job.epoch > newest.epoch and job.checkpoints for job in jobs):
+            terms = {}
+        me = self.network.agent_name
+        turn = next((n for n, node in enumerate(newest.nodes[1:]) if node.name == me), TURNS)
+        return UncoordinatedJob(newest.epoch, newest.nodes, turn, terms)
+
+    def _schedule_orphan_commit(self, now_s: float) -> float | None:
+        """Begins this node's attempt in its turn, and ends it when a job needs the node. Returns when to look again."""
+        job, attempt = self._find_uncoordinated_job(), self._commit_attempt
+        if attempt is not None and (job is None or job.epoch != attempt.job.epoch):
+            self._end_commit_attempt()
+        if job is None:
+            self._turns.restart_turns()
+            return None
+        due_s = self._turns.due_s(job.turn, now_s)
+        held = self._commit_attempt is not None or self.inventory_lease.is_held(now_s)
+        if held or not job.terms or self._server.is_end_requested:
             return None
         if due_s is None or now_s < due_s:
             return due_s
-        self._commit_attempt = _Attempt(newest, terms, network, Inventory())
-        self._grant_inventory_lease(network.agent_name, for_orphans=True)
-        self._survey_other_nodes(self._commit_attempt)
+        self._begin_commit_attempt(job)
         return None
+
+    def _begin_commit_attempt(self, job: UncoordinatedJob) -> None:
+        assert self.network is not None  # else there is no orphaned job
+        attempt = self._commit_attempt = _Attempt(job, self.network, self._inventory(whole=True))
+        self._commit_error = ""
+        if not self.inventory_lease.is_held(time.monotonic()):
+            self._grant_inventory_lease(self.network.agent_name, for_orphans=True)
+        self._guard_commit_attempt(attempt, lambda: self._survey_other_nodes(attempt))
 
     def _end_commit_attempt(self, settled: Epoch | None = None) -> None:
         """Ends the attempt and tells its outcome to the surveyed nodes. `settled`: nothing is left to commit up to this
@@ -144,7 +161,7 @@ class OrphanCommitter(PeerHandlers):
         self._turns.is_settled = settled is not None
         self._turns.record_attempt(time.monotonic())
         self.inventory_lease.end_lease(attempt.network.agent_name)
-        for node in attempt.followed_job.nodes:
+        for node in attempt.job.nodes:
             done = str(settled) if settled is not None and node in attempt.answered_nodes else None
             attempt.network.notify(node.name, {"t": "start-outcome", "epoch": None, "settled": done})
 
@@ -155,83 +172,55 @@ class OrphanCommitter(PeerHandlers):
         try:
             what()
         except Exception as exc:
-            log.exception("what %s has left in memory is not committed from here", attempt.followed_job.epoch)
+            log.exception("what %s has left in memory is not committed from here", attempt.job.epoch)
             self._fail_commit_attempt(attempt, str(exc))
 
     def _fail_commit_attempt(self, attempt: _Attempt, why: str, settled: Epoch | None = None) -> None:
-        log.warning("what %s has left in memory is not committed from here: %s", attempt.followed_job.epoch, why)
+        log.warning("what %s has left in memory is not committed from here: %s", attempt.job.epoch, why)
+        self._commit_error = why if settled is None else ""
         self._end_commit_attempt(settled)
 
-    # -- the survey
-
     def _survey_other_nodes(self, attempt: _Attempt) -> None:
-        network = attempt.network
-        attempt.inventory.merge(self._inventory(whole=True), "")
-
-        def look(node: NodeAt) -> None:
-            def answered(answer: Message | None, error: str) -> None:
-                self._guard_commit_attempt(attempt, lambda: self._on_survey_answer(attempt, node, answer, error))
-
-            def connected(error: str) -> None:
-                if error:
-                    answered(None, error)
-                # A node surveyed after the attempt ended would never hear an outcome.
-                elif self._commit_attempt is attempt:
-                    network.request(node.name, {"t": "survey", "for_orphans": True}, (), answered)
-
-            network.connect(node, connected)
-
-        def late() -> None:
-            if attempt.pending_nodes:
-                attempt.pending_nodes.clear()
+        def heard(node: NodeAt | None) -> None:
+            if node is not None:
+                attempt.answered_nodes.append(node)
+            if not attempt.pending_nodes and attempt.identity is None:
                 self._choose_orphan(attempt)
 
+        network, nodes = attempt.network, attempt.job.nodes
+        others = [node for node in nodes[1:] if node.name != network.agent_name]
         # The former coordinator's agent may be connected: it may have followed a newer start that was led from here.
-        lead, *rest = attempt.followed_job.nodes
-        others = [node for node in rest if node.name != network.agent_name]
-        others += [lead] if network.channel(lead.name) is not None else []
-        attempt.pending_nodes.update(node.name for node in others)
-        for node in others:
-            look(node)
-        if others:
-            self._server.call_later(SURVEY_TIMEOUT_S, lambda: self._guard_commit_attempt(attempt, late))
-        else:
-            self._guard_commit_attempt(attempt, lambda: self._choose_orphan(attempt))
-
-    def _on_survey_answer(self, attempt: _Attempt, node: NodeAt, answer: Message | None, error: str) -> None:
-        if node.name not in attempt.pending_nodes:
-            return  # too late
-        try:
-            if answer is None:
-                raise AgentError(error)
-            attempt.inventory.merge(Inventory.unpack(answer.blobs[0]), node.name)
-            attempt.answered_nodes.append(node)
-        # A malformed answer can raise anything; the attempt does without that node.
-        except Exception as exc:
-            log.info("agent %s does not say what it holds: %s", node.name, exc)
-        attempt.pending_nodes.discard(node.name)
-        if not attempt.pending_nodes:
-            self._choose_orphan(attempt)
+        others += [node for node in nodes[:1] if network.channel(node.name) is not None]
+        guard = lambda what: self._guard_commit_attempt(attempt, what)  # noqa: E731
+        what = {"t": "survey", "for_orphans": True}, attempt.inventory, attempt.pending_nodes
+        survey_inventories(network, others, *what, guard, self._server.call_later, heard)
 
     def _choose_orphan(self, attempt: _Attempt) -> None:
         """Chooses the newest checkpoint that memory can give, and commits it if the run still needs it."""
-        identity = max(
-            (each for each in attempt.inventory.complete_checkpoints() if each.epoch in attempt.terms), default=None
-        )
+        terms = attempt.job.terms
+        identity = max((each for each in attempt.inventory.complete_checkpoints() if each.epoch in terms), default=None)
         if identity is None:
-            self._fail_commit_attempt(attempt, "no checkpoint is whole on the nodes that answer")
+            # A memory-only node surveys nobody: what it lacks comes only with a coordinator.
+            lacks = not attempt.job.nodes and attempt.identity is None
+            settled = attempt.job.epoch if lacks else attempt.settled
+            self._fail_commit_attempt(attempt, "no checkpoint is whole on the nodes that answer", settled)
             return
-        claim = attempt.terms[identity.epoch].claim
+        attempt.identity, claim = identity, terms[identity.epoch].claim
 
         def judged(done: Future[OrphanVerdict]) -> None:
             if error := failure(done):
                 self._fail_commit_attempt(attempt, error)
-            elif done.result() in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
+                return
+            verdict = done.result()
+            if verdict in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
                 self._collect_orphan(attempt, identity)
+                return
+            attempt.settled = attempt.settled or identity.epoch
+            why = f"step {identity.version.step} is {verdict.value}"
+            if verdict is OrphanVerdict.DONE:
+                self._fail_commit_attempt(attempt, why, attempt.settled)
             else:
-                self._fail_commit_attempt(
-                    attempt, f"step {identity.version.step} is {done.result().value}", identity.epoch
-                )
+                self._choose_older_orphan(attempt, identity, why)
 
         self._workers.run(
             Lane.STORE,
@@ -239,25 +228,26 @@ class OrphanCommitter(PeerHandlers):
             lambda done: self._guard_commit_attempt(attempt, lambda: judged(done)),
         )
 
+    def _choose_older_orphan(self, attempt: _Attempt, identity: Identity, why: str) -> None:
+        log.warning("%s in memory is not committed from here: %s", identity, why)
+        attempt.inventory.mark_unusable(identity)
+        self._choose_orphan(attempt)
+
     def _collect_orphan(self, attempt: _Attempt, identity: Identity) -> None:
         def collected(found: GatheredManifest | None, error: str) -> None:
             if found is not None:
                 self._commit_orphan(attempt, found)
-                return
-            log.warning("%s cannot be had from memory: %s", identity, error)
-            attempt.inventory.mark_unusable(identity)
-            self._choose_orphan(attempt)  # the next older one
+            else:
+                self._choose_older_orphan(attempt, identity, f"it cannot be had: {error}")
 
-        mine = [node for node in attempt.followed_job.nodes if node.name == attempt.network.agent_name]
+        mine = [node for node in attempt.job.nodes if node.name == attempt.network.agent_name]
         services = attempt.network, self._workers, self.parities, self._arenas_of, attempt.inventory
         guard = lambda what: self._guard_commit_attempt(attempt, what)  # noqa: E731
         CheckpointCollector(*services, [*mine, *attempt.answered_nodes], (), guard).collect_whole(identity, collected)
 
-    # -- the commit
-
     def _commit_orphan(self, attempt: _Attempt, found: GatheredManifest) -> None:
         checkpoint, identity = found.checkpoint, found.checkpoint.identity
-        terms, step = attempt.terms[identity.epoch], identity.version.step
+        terms, step = attempt.job.terms[identity.epoch], identity.version.step
         text = f"nobody coordinates {identity.epoch} any more: step {step}, which the nodes that are left have"
         log.warning("%s in memory, is committed from here", text)
 
@@ -269,7 +259,7 @@ class OrphanCommitter(PeerHandlers):
         self.replicas.lease(identity)
         self._workers.run(
             Lane.COMMIT,
-            lambda: commit_orphan(self._store, checkpoint, terms, "a node that was left", attempt.cancel, parts),
+            lambda: commit_orphan(self._store, checkpoint, terms, attempt.cancel, parts),
             ended,
         )
 
@@ -308,7 +298,7 @@ class OrphanCommitter(PeerHandlers):
         text = f"step {identity.version.step} is committed by a node that is left of the job that saved it"
         log.warning("%s", text)
         self._emit_event(Event("commit.orphan", text, True, {"identity": str(identity)}))
-        self._end_commit_attempt(identity.epoch)
+        self._end_commit_attempt(attempt.settled or identity.epoch)
 
 
 def assign_writers(holders: Mapping[int, Sequence[str]]) -> tuple[dict[str, frozenset[int]], dict[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""The survey of agents of earlier starts that have no rank in this start but may hold the checkpoint that it needs.
+"""The survey of agents of earlier starts that have no rank in a start, but may hold the checkpoint that it needs.
 
 A start on other machines finds these agents in the claims in the store, which name the agents of their starts. The
 survey ends nothing on their nodes. It asks only agents with the same run secret (ipc/secret.py): others would refuse.
@@ -7,11 +7,11 @@ survey ends nothing on their nodes. It asks only agents with the same run secret
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.errors import CkptError
+from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
@@ -51,38 +51,65 @@ def survey_previous_nodes(
     guard: Callable[[Callable[[], None]], None],
     later: Callable[[float, Callable[[], None]], None],
 ) -> None:
-    """Surveys agents of earlier starts, unless the nodes of this start hold a checkpoint of the newest epoch. Adds each
-    agent asked to `start.former`: that agent drops nothing until it hears the outcome. `guard`: runs a function only
-    while the start is under way."""
+    """Surveys agents of earlier starts, unless the nodes of this start hold a checkpoint of the newest epoch. Adds them
+    to `start.previous_nodes`, which hear the outcome. `guard`: runs a function only while the start is under way."""
     view, complete = start.run_view, start.inventory.complete_checkpoints()
     if view is None or any(identity.epoch == view.newest_epoch for identity in complete):
         return
     known = {network.agent_name, *(node.name for node in start.nodes)}
-    for node in nodes_from_claims(view, network.secret_id, known):
-        start.pending_nodes.add(node.name)
-        _survey_node(network, start, node, guard)
-        later(ANSWER_TIMEOUT_S, lambda name=node.name: guard(lambda: start.pending_nodes.discard(name)))  # type: ignore[misc]
+    start.previous_nodes += nodes_from_claims(view, network.secret_id, known)
+    what = {"t": "survey"}, start.inventory, start.pending_nodes
+    survey_inventories(network, start.previous_nodes, *what, guard, later, lambda node: None)
 
 
-def _survey_node(network: PeerNetwork, start: Start, node: NodeAt, guard: Callable[[Callable[[], None]], None]) -> None:
-    def connected(error: str) -> None:
-        if error:
-            answered(None, error)
-        else:
-            start.previous_nodes.append(node)
-            network.request(node.name, {"t": "survey"}, (), lambda *found: guard(lambda: answered(*found)))
+def survey_inventories(
+    network: PeerNetwork,
+    nodes: Sequence[NodeAt],
+    fields: dict[str, Any],
+    inventory: Inventory,
+    pending: set[str],
+    guard: Callable[[Callable[[], None]], None],
+    later: Callable[[float, Callable[[], None]], None],
+    then: Callable[[NodeAt | None], None],
+) -> None:
+    """Asks these agents, with the message `fields`, what they hold, and merges the answers into `inventory`. An agent
+    that was asked drops nothing until it hears the outcome. `pending`: the names of those that have not answered yet;
+    an answer counts only within ANSWER_TIMEOUT_S. `guard`: runs a function while the answers are wanted. `then` hears
+    each node that has answered, None for each that refused, and None at the end."""
 
-    def answered(answer: Message | None, error: str) -> None:
-        if node.name not in start.pending_nodes:
-            return  # too late
-        start.pending_nodes.discard(node.name)
-        try:
-            if answer is None:
-                log.info("agent %s of an earlier start cannot be asked what it holds: %s", node.name, error)
-                return
-            start.inventory.merge(Inventory.unpack(answer.blobs[0]), node.name)
-        # A malformed answer can raise anything, and the start waits for this one.
-        except Exception as exc:
-            log.warning("what agent %s of an earlier start says it holds cannot be read: %r", node.name, exc)
+    def ask(node: NodeAt) -> None:
+        def connected(error: str) -> None:
+            if error:
+                answered(None, error)
+            elif node.name in pending:
+                network.request(node.name, fields, (), lambda *found: guard(lambda: answered(*found)))
 
-    network.connect(node, lambda error: guard(lambda: connected(error)))
+        def answered(answer: Message | None, error: str) -> None:
+            if node.name not in pending:
+                return  # too late
+            pending.discard(node.name)
+            try:
+                if answer is None:
+                    raise AgentError(error)
+                inventory.merge(Inventory.unpack(answer.blobs[0]), node.name)
+            # A malformed answer can raise anything; the survey does without that node.
+            except Exception as exc:
+                level = logging.INFO if answer is None else logging.WARNING
+                log.log(level, "agent %s does not say what it holds: %s", node.name, exc)
+                then(None)
+            else:
+                then(node)
+
+        network.connect(node, lambda error: guard(lambda: connected(error)))
+
+    def end() -> None:
+        pending.difference_update(node.name for node in nodes)
+        then(None)
+
+    pending.update(node.name for node in nodes)
+    for node in nodes:
+        ask(node)
+    if nodes:
+        later(ANSWER_TIMEOUT_S, lambda: guard(end))
+    else:
+        end()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 
-from ckpt.agent.commit.commit_turns import TURN_PAUSE_S, TURNS, CommitTurns
+from ckpt.agent.commit.commit_turns import DOUBLINGS_MAX, TURN_PAUSE_S, TURNS, CommitTurns
 
 
 def test_each_node_has_a_turn_while_the_memory_is_kept() -> None:
@@ -65,3 +66,16 @@ def test_what_nobody_came_for_counts_from_when_the_last_one_went() -> None:
     turns.record_attempt(200.0)
     turns.restart_turns()
     assert turns.due_s(1, 250.0) == 250.0 + 2 * TURN_PAUSE_S
+
+
+def test_a_memory_only_node_begins_when_it_was_told_to_and_tries_ever_more_rarely_and_for_ever() -> None:
+    turns, now_s, pauses = CommitTurns(math.inf, 10.0), 110.0, list[float]()
+    assert turns.due_s(0, 100.0) == now_s
+    for _ in range(40):
+        turns.record_attempt(now_s)
+        due_s = turns.due_s(0, now_s)
+        assert due_s is not None
+        pauses.append(due_s - now_s)
+        now_s = due_s
+    assert pauses[:3] == [TURN_PAUSE_S, 2 * TURN_PAUSE_S, 4 * TURN_PAUSE_S]
+    assert pauses[-1] == TURN_PAUSE_S * 2**DOUBLINGS_MAX

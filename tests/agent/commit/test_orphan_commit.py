@@ -149,7 +149,6 @@ def test_whether_it_is_still_due_is_looked_at_again_just_before_the_record(then:
         cast(StoreClient, store),
         cast(MemoryCheckpoint, made),
         CommitTerms(CLAIM, "raw", None),
-        "a test",
         threading.Event(),
     )
     if then.parent == made.identity:

