@@ -465,7 +465,7 @@ def test_who_coordinates_a_job_that_goes_on_does_not_stand_still_for_who_would_c
             node = life.fabric.agents[0].node
             with pytest.raises(AgentError, match="goes on"):
                 node._grant_inventory_lease("another", for_orphans=True)
-            assert not node.inventory_lease.is_held(world.now_s)
+            assert not node.inventory_lease.is_held
             job.die(0.1)
             return Counter()
 

@@ -146,9 +146,8 @@ class Agent(OrphanCommitter):
         self._learnt_history.load_history(self.current_job)
         self._drop_ended_followed_jobs()
         self._release_idle_memory_nodes()
-        fence_s = self._update_inventory_lease(now_s)
         times = [
-            fence_s,
+            self._update_inventory_lease(now_s),
             self._retry_orphan_commits(now_s),
             self._schedule_orphan_commit(now_s),
             self.alarms.update(self.current_job, self.followed_jobs),
@@ -418,7 +417,7 @@ class Agent(OrphanCommitter):
         keeps = bool(self.followed_jobs or self.replicas.identities) and not ended
         # The node lost its ranks and its coordinator, but still holds checkpoints that a start may want.
         if keeps and not self._server.is_end_requested:
-            if self.inventory_lease.is_held(now_s):
+            if self.inventory_lease.is_held:
                 return None  # the holder of the lease may be reading them
             in_store = self._yields_to_new_release and self._turns.is_settled
             return now_s if in_store else self._idle_since_s + self._settings.linger_s

@@ -100,11 +100,10 @@ class ClusterStartup(Startup):
                 self._announce_outcome(start, claim.epoch if claim is not None else None)
             self._surveying_start = self._start if self._start is not None and self._start.nodes else None
         if self._requesters_by_transfer or self.followed_jobs:
-            self._end_expired_serving(now_s)
+            self._end_expired_serving()
         for job in self._jobs():
-            job.scheduler.is_frozen = bool(job.nodes and self.inventory_lease.refusal(OWN_NODE, job.epoch, now_s))
-        times = self.inventory_lease.next_expiry_s(), self._report_if_frozen(now_s)
-        return min((each for each in times if each is not None), default=None)
+            job.scheduler.is_frozen = bool(job.nodes and self.inventory_lease.refusal(OWN_NODE, job.epoch))
+        return self._report_if_frozen(now_s)
 
     def _report_if_frozen(self, now_s: float) -> float | None:
         """Emits `job.frozen` if the current job has taken no snapshot for BOUND_S. Returns when to look again."""
@@ -119,7 +118,7 @@ class ClusterStartup(Startup):
         text = f"no snapshot of this job has been taken for {LEASE_TIMEOUT_S:.0f} s"
         if kind == "frozen":
             text += ", and none is dropped from memory"
-            why = self.inventory_lease.refusal(OWN_NODE, job.epoch, now_s)
+            why = self.inventory_lease.refusal(OWN_NODE, job.epoch)
             then = (
                 f"it goes on once that start has restored or failed, or its agent was gone for {LEASE_TIMEOUT_S:.0f} s"
             )
@@ -308,10 +307,9 @@ class ClusterStartup(Startup):
                 self.network.transport.withdraw(name)
                 del self._requesters_by_transfer[name]
 
-    def _end_expired_serving(self, now_s: float) -> None:
+    def _end_expired_serving(self) -> None:
         """Ends what is served, and read from the store, for starts whose outcome is known or whose lease has expired
         (see InventoryLease)."""
-        self.inventory_lease.is_held(now_s)
         served = {by for every in self._requesters_by_transfer.values() for by in every if by != OWN_NODE}
         for by in [by for by in served if not self.inventory_lease.has_lease(by)]:
             self._withdraw_served(by)

@@ -7,13 +7,14 @@ Pure: no clock of its own.
   leases of starts that surveyed before it end.
 - A node that commits orphaned checkpoints surveys as a start does, and begins no epoch. Its lease gives way to every
   start: it is refused while a start holds a lease, and ends when a start takes one.
-- A start that comes to nothing says so. If its coordinator has not been connected for BOUND_S, the lease ends: then
+- A start that comes to nothing says so. A lease whose holder has not been connected for LEASE_TIMEOUT_S ends: then
   requests for the epochs before it count again. The end of a lease frees nothing by itself.
 - An epoch that has begun is known here, even if it is not in the store: the next start takes a larger one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.errors import AgentError
@@ -25,21 +26,28 @@ EPOCH_GAP_MAX = 10_000  # successive starts of the run that a node may not have 
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Lease:
     """One lease. `newest_epoch`: the newest epoch known here at the survey. `is_for_orphans`: held to commit orphaned
-    checkpoints, not by a start. `holder_lost_s`: since when its holder is not connected; None: it is."""
+    checkpoints, not by a start. `expiry`: identifies the timer that ends it; None: its holder is connected."""
 
     newest_epoch: Epoch
     is_for_orphans: bool
-    holder_lost_s: float | None = None
+    expiry: object = None
 
 
 class InventoryLease:
-    """The leases on one node's inventory, by the name of the agent that holds each; this agent is HERE."""
+    """The leases on one node's inventory, by the name of the agent that holds each; this agent is OWN_NODE."""
 
-    def __init__(self) -> None:
+    def __init__(self, later: Callable[[float, Callable[[], None]], None]) -> None:
+        """`later`: calls a function after so many seconds."""
         self.epoch_floor = Epoch(0, "0" * 16)  # requests for older epochs are refused for good
-        self._leases_by_agent: dict[str, _Asked] = {}  # oldest first
+        self._leases_by_agent: dict[str, _Lease] = {}  # oldest first
+        self._call_later = later
+
+    @property
+    def is_held(self) -> bool:
+        """Whether any lease stands."""
+        return bool(self._leases_by_agent)
 
     def take_lease(self, by: str, newest: Epoch, for_orphans: bool = False) -> None:
         """Agent `by` surveys this node for its start, and takes a lease. `newest`: the newest epoch known here.
@@ -50,7 +58,7 @@ class InventoryLease:
             raise AgentError("a start has asked what lies here, and its outcome is not known")
         self._leases_by_agent = self._leases_by_agent if for_orphans else starts
         self._leases_by_agent.pop(by, None)
-        self._leases_by_agent[by] = _Asked(newest, for_orphans)
+        self._leases_by_agent[by] = _Lease(newest, for_orphans)
 
     def has_lease(self, by: str) -> bool:
         """Whether that agent holds a lease."""
@@ -71,39 +79,27 @@ class InventoryLease:
         """The start of that agent came to nothing: ends its lease."""
         self._leases_by_agent.pop(by, None)
 
-    def on_holder_lost(self, by: str, now_s: float) -> None:
+    def on_holder_lost(self, by: str) -> None:
         """That agent is not connected any more."""
-        if by in self._leases_by_agent and self._leases_by_agent[by].holder_lost_s is None:
-            self._leases_by_agent[by].holder_lost_s = now_s
+        lease = self._leases_by_agent.get(by)
+        if lease is not None and lease.expiry is None:
+            expiry = lease.expiry = object()
+            self._call_later(LEASE_TIMEOUT_S, lambda: self._expire(by, expiry))
 
     def on_holder_connected(self, by: str) -> None:
         """That agent is connected."""
         if by in self._leases_by_agent:
-            self._leases_by_agent[by].holder_lost_s = None
+            self._leases_by_agent[by].expiry = None
 
-    def is_held(self, now_s: float) -> bool:
-        """Whether any lease stands. Ends those whose holder has not been connected for BOUND_S."""
-        for name, each in list(self._leases_by_agent.items()):
-            if each.holder_lost_s is not None and now_s >= each.holder_lost_s + LEASE_TIMEOUT_S:
-                del self._leases_by_agent[name]
-        return bool(self._leases_by_agent)
+    def _expire(self, by: str, expiry: object) -> None:
+        if by in self._leases_by_agent and self._leases_by_agent[by].expiry is expiry:
+            del self._leases_by_agent[by]
 
-    def next_expiry_s(self) -> float | None:
-        """When the next lease expires; None: the holders of all leases are connected."""
-        return min(
-            (
-                each.holder_lost_s + LEASE_TIMEOUT_S
-                for each in self._leases_by_agent.values()
-                if each.holder_lost_s is not None
-            ),
-            default=None,
-        )
-
-    def refusal(self, by: str, epoch: Epoch, now_s: float) -> str:
+    def refusal(self, by: str, epoch: Epoch) -> str:
         """Why agent `by` may not drop or overwrite anything for that epoch now; "" if it may."""
         if epoch < self.epoch_floor:
             return f"{epoch} decides nothing any more: {self.epoch_floor} has begun"
-        if not self.is_held(now_s):
+        if not self.is_held:
             return ""
         last, each = next(reversed(self._leases_by_agent.items()))
         if by == last and epoch > each.newest_epoch:
@@ -112,22 +108,22 @@ class InventoryLease:
         what = f"a start {who} has asked what lies here, and its outcome is not known"
         return f"nothing is dropped for {epoch} now: {what}"
 
-    def check(self, by: str, epoch: Epoch, now_s: float) -> None:
+    def check(self, by: str, epoch: Epoch) -> None:
         """Errors: AgentError with the text of `refusal`, if there is one."""
-        if why := self.refusal(by, epoch, now_s):
+        if why := self.refusal(by, epoch):
             raise AgentError(why)
 
 
 class Frozen:
-    """Times the warning that a job has taken no snapshot for BOUND_S. `warning_due_s`: when the warning is due; None:
-    the job is not blocked, or the warning was given."""
+    """Times the warning that a job has taken no snapshot for LEASE_TIMEOUT_S. `warning_due_s`: when the warning is due;
+    None: the job is not blocked, or the warning was given."""
 
     def __init__(self) -> None:
         self.warning_due_s: float | None = None
         self._blocked_job: tuple[Epoch, str] | None = None
 
     def is_warning_due(self, what: tuple[Epoch, str] | None, now_s: float) -> bool:
-        """True once, when the job has been blocked for BOUND_S. `what`: (its epoch, the kind of block), or None."""
+        """True once, when the job has been blocked so long. `what`: (its epoch, the kind of block), or None."""
         if what != self._blocked_job:
             self._blocked_job, self.warning_due_s = what, now_s + LEASE_TIMEOUT_S if what is not None else None
         if self.warning_due_s is None or now_s < self.warning_due_s:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -159,13 +158,13 @@ class MemoryNode(Agent):
         terms = CommitTerms.decode(message.blobs[0])
         agents = terms.claim.agents
         self._server.node_names.add_nodes(NodeAt(name, tuple(map(Address.parse, at)), ()) for name, at in agents)
-        epoch, now_s = terms.claim.epoch, time.monotonic()
+        epoch = terms.claim.epoch
         if epoch >= max(self._memory_lease.terms, default=epoch):  # else it is refused
             self._end_commit_attempt()
         waits = (
             not self._memory_lease.is_connected
-            and self.inventory_lease.is_held(now_s)
-            and self.inventory_lease.refusal(channel.peer, epoch, now_s)
+            and self.inventory_lease.is_held
+            and self.inventory_lease.refusal(channel.peer, epoch)
         )
         busy = self._memory_lease.launch or "another one" if waits else self._memory_lease.borrow(channel.peer, terms)
         if not busy:

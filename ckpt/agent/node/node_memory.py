@@ -10,7 +10,6 @@ import math
 import re
 import secrets
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -68,10 +67,10 @@ class NodeMemory:
         self._server = server
         self._workers = Workers(server.post)
         self.replicas = ReplicaStore(self._workers, server.post)
-        self.inventory_lease = InventoryLease()
+        self.inventory_lease = InventoryLease(server.call_later)
         self.replicas.set_limit(self._replica_bytes_max)
         self.replicas.get_eviction_rule = self._eviction_predicate
-        self.replicas.check_eviction = lambda epoch: self.inventory_lease.check(OWN_NODE, epoch, time.monotonic())
+        self.replicas.check_eviction = lambda epoch: self.inventory_lease.check(OWN_NODE, epoch)
         own = self._arenas_of, lambda: self.network, self._workers.free_bytes
         self.parities = ParityService(self._workers, server.post, self.replicas, *own)
         self._events = Events(lambda event: server.post(lambda: self._emit_event(event)))
@@ -173,6 +172,8 @@ class NodeMemory:
         """Agent `by` surveys this node: nothing listed is dropped until the outcome. `for_orphans` and errors: see
         InventoryLease.take_lease."""
         self.inventory_lease.take_lease(by, self._newest_epoch(), for_orphans)
+        for each in self.followed_jobs:
+            each.local_share.clear_appointments()
 
     def _newest_epoch(self) -> Epoch:
         """The newest epoch that is known here."""
@@ -182,7 +183,7 @@ class NodeMemory:
     def _drop_superseded_jobs(self) -> None:
         """Drops each idle former job that a newer complete checkpoint supersedes, or that has no checkpoint and is
         closed in the store."""
-        if self.inventory_lease.is_held(time.monotonic()):
+        if self.inventory_lease.is_held:
             return
         newer = self.current_job is not None and self.current_job.scheduler.supersedes_former
         if newer and self.current_job is not None and not self.current_job.has_announced_checkpoint:
@@ -223,7 +224,7 @@ class NodeMemory:
 
     def _retention_rule_for(self, claims: Sequence[Claim]) -> NewestStart | None:
         claim = max(claims, key=lambda claim: claim.epoch, default=None)
-        if claim is None or self.inventory_lease.refusal(OWN_NODE, claim.epoch, time.monotonic()):
+        if claim is None or self.inventory_lease.refusal(OWN_NODE, claim.epoch):
             return None
         held, parent, told = self._inventory(whole=False), claim.parent, self.replicas.announced_replicated
         safe = [
@@ -247,7 +248,7 @@ class NodeMemory:
         free_bytes = self._workers.free_bytes()
         missing = memory_pressure.missing_bytes(free_bytes, memory_plan.total_bytes())
         freed, gone = self.replicas.close_spares(missing) if missing else 0, 0
-        if freed < missing and not self.inventory_lease.is_held(now_s):
+        if freed < missing and not self.inventory_lease.is_held:
             for give_back in (self._evict_superseded_replicas, self._drop_earlier_starts):
                 more, count = give_back(missing - freed)
                 freed, gone = freed + more, gone + count

@@ -135,7 +135,7 @@ class OrphanCommitter(PeerHandlers):
             self._turns.restart_turns()
             return None
         due_s = self._turns.due_s(job.turn, now_s)
-        held = self._commit_attempt is not None or self.inventory_lease.is_held(now_s)
+        held = self._commit_attempt is not None or self.inventory_lease.is_held
         if held or not job.terms or self._server.is_end_requested:
             return None
         if due_s is None or now_s < due_s:
@@ -147,7 +147,7 @@ class OrphanCommitter(PeerHandlers):
         assert self.network is not None  # else there is no orphaned job
         attempt = self._commit_attempt = _Attempt(job, self.network, self._inventory(whole=True))
         self._commit_error = ""
-        if not self.inventory_lease.is_held(time.monotonic()):
+        if not self.inventory_lease.is_held:
             self._grant_inventory_lease(self.network.agent_name, for_orphans=True)
         self._guard_commit_attempt(attempt, lambda: self._survey_other_nodes(attempt))
 

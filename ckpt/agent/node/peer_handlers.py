@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -268,7 +267,7 @@ class PeerHandlers(ClusterStartup):
             return
         followed_job = self._followed_job_of(epoch)
         assert followed_job is not None  # `_check_sender` has found it
-        why = self.inventory_lease.refusal(channel.peer, epoch, time.monotonic())
+        why = self.inventory_lease.refusal(channel.peer, epoch)
         if why and message.kind == "to-rank" and followed_job.decline_staging(fields, why):
             return
         match message.kind:
@@ -312,7 +311,7 @@ class PeerHandlers(ClusterStartup):
                 if fields["t"] in EPOCH_KINDS:
                     self.inventory_lease.on_epoch_begun(name, epoch)
                 if who is Sender.EVICTING_COORDINATOR:
-                    self.inventory_lease.check(name, epoch, time.monotonic())
+                    self.inventory_lease.check(name, epoch)
 
     def _is_coordinator(self, name: str, epoch: Epoch | None = None) -> bool:
         """Whether agent `name` coordinates `epoch` (None: any epoch) with ranks on this node."""
@@ -324,11 +323,6 @@ class PeerHandlers(ClusterStartup):
         self._grant_inventory_lease(channel.peer, for_orphans)
         packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
         channel.reply(request_id, {}, [packed])
-
-    def _grant_inventory_lease(self, by: str, for_orphans: bool = False) -> None:
-        super()._grant_inventory_lease(by, for_orphans)
-        for each in self.followed_jobs:
-            each.local_share.clear_appointments()
 
     def _on_start_outcome(self, name: str, fields: dict[str, Any]) -> None:
         """Ends the lease of agent `name`: its start has begun an epoch, or came to nothing. Errors: AgentError for an
@@ -369,7 +363,7 @@ class PeerHandlers(ClusterStartup):
         """Why a replica that has just arrived does not count; "" if it does. One that arrived during a survey was not
         listed, so no peer may drop older replicas for it."""
         again = bool(fields.get("rereplication"))
-        return "" if again else self.inventory_lease.refusal(name, epoch_of(fields), time.monotonic())
+        return "" if again else self.inventory_lease.refusal(name, epoch_of(fields))
 
     def _is_read_by_peers(self, identity: Identity) -> bool:
         committed = [each.pending_commit for each in self.followed_jobs] + [each for _, each, _ in self._pending_writes]
@@ -537,7 +531,7 @@ class PeerHandlers(ClusterStartup):
         if self.memory_nodes.on_disconnect(channel.peer) and self.current_job is not None:
             self.current_job.on_holder_lost(channel.peer)
         if self.network is None or self.network.channel(channel.peer) is None:
-            self.inventory_lease.on_holder_lost(channel.peer, time.monotonic())
+            self.inventory_lease.on_holder_lost(channel.peer)
         self._on_source_lost(channel.peer)
         for followed_job in self.followed_jobs:
             if followed_job.coordinator.name == channel.peer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,9 +17,12 @@ from ckpt.types import OWN_NODE, Epoch
 ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
 
 
-def asked() -> InventoryLease:
-    """By "y", where "x" coordinates epoch 1."""
-    made = InventoryLease()
+Later = dict[float, Callable[[], None]]
+
+
+def asked(later: Later | None = None) -> InventoryLease:
+    """By "y", where "x" coordinates epoch 1. `later`: receives its timers."""
+    made = InventoryLease((later if later is not None else {}).__setitem__)
     made.take_lease("y", ONE)
     return made
 
@@ -27,69 +31,77 @@ def test_until_the_outcome_no_epoch_that_was_known_has_anything_dropped_whoever_
     fence = asked()
     for by in ("x", "y", OWN_NODE):
         with pytest.raises(AgentError, match="asked what lies here"):
-            fence.check(by, ONE, 0.0)
-    assert fence.refusal("y", TWO, 0.0) == ""
-    assert fence.refusal("x", TWO, 0.0)
+            fence.check(by, ONE)
+    assert fence.refusal("y", TWO) == ""
+    assert fence.refusal("x", TWO)
 
 
 def test_once_it_has_begun_it_alone_decides_and_older_epochs_never_again() -> None:
     fence = asked()
     assert fence.on_epoch_begun("y", TWO)
-    assert not fence.is_held(0.0)
-    assert fence.refusal("x", ONE, 1e9)
-    assert fence.refusal("y", TWO, 0.0) == fence.refusal("z", THREE, 0.0) == ""
+    assert not fence.is_held
+    assert fence.refusal("x", ONE)
+    assert fence.refusal("y", TWO) == fence.refusal("z", THREE) == ""
 
 
 def test_whoever_has_not_asked_or_names_an_epoch_that_was_there_before_has_begun_nothing() -> None:
     fence = asked()
     assert not fence.on_epoch_begun("x", TWO)
     assert not fence.on_epoch_begun("y", ONE)
-    assert fence.is_held(0.0)
-    assert fence.refusal("x", ONE, 0.0)
+    assert fence.is_held
+    assert fence.refusal("x", ONE)
 
 
 def test_a_start_that_comes_to_nothing_leaves_everything_as_it_was() -> None:
     fence = asked()
     fence.end_lease("y")
-    assert fence.refusal("x", ONE, 0.0) == ""
+    assert fence.refusal("x", ONE) == ""
 
 
 def test_a_start_whose_coordinator_is_gone_is_over_after_a_bound_and_not_before() -> None:
-    fence = asked()
-    fence.on_holder_lost("x", 1.0)  # who has asked nothing
-    assert fence.next_expiry_s() is None
-    assert fence.is_held(1e9)
-    fence.on_holder_lost("y", 10.0)
-    fence.on_holder_lost("y", 11.0)
-    assert fence.next_expiry_s() == 10.0 + LEASE_TIMEOUT_S
-    assert fence.refusal("x", ONE, 10.0 + LEASE_TIMEOUT_S - 0.1)
-    assert fence.refusal("x", ONE, 10.0 + LEASE_TIMEOUT_S) == ""
+    later: Later = {}
+    fence = asked(later)
+    fence.on_holder_lost("x")  # who has asked nothing
+    assert not later
+    fence.on_holder_lost("y")
+    expire = later.pop(LEASE_TIMEOUT_S)
+    fence.on_holder_lost("y")
+    assert not later
+    assert fence.refusal("x", ONE)
+    expire()
+    assert fence.refusal("x", ONE) == ""
     assert not fence.on_epoch_begun("y", TWO), "its word comes too late"
 
 
 def test_one_that_is_connected_again_is_waited_for() -> None:
-    fence = asked()
-    fence.on_holder_lost("y", 10.0)
+    later: Later = {}
+    fence = asked(later)
+    fence.on_holder_lost("y")
+    expire = later[LEASE_TIMEOUT_S]
     fence.on_holder_connected("y")
-    assert fence.is_held(1e9)
+    fence.on_holder_lost("y")
+    expire()
+    assert fence.is_held
+    later[LEASE_TIMEOUT_S]()
+    assert not fence.is_held
 
 
 def test_the_start_that_asked_last_counts_and_ends_those_before_it() -> None:
     fence = asked()
     fence.take_lease("z", ONE)
-    assert fence.refusal("y", TWO, 0.0)
+    assert fence.refusal("y", TWO)
     assert fence.on_epoch_begun("z", THREE)
     assert not fence.has_lease("y")
-    assert fence.refusal("y", TWO, 0.0)
+    assert fence.refusal("y", TWO)
 
 
 def test_one_that_begins_while_a_newer_one_asks_has_nothing_dropped() -> None:
     fence = asked()
     fence.take_lease("z", ONE)
     assert fence.on_epoch_begun("y", TWO)
-    assert fence.refusal("y", TWO, 0.0)
+    assert fence.refusal("y", TWO)
     fence.end_lease("z")
-    assert fence.refusal("y", TWO, 0.0) == ""
+    assert fence.refusal("y", TWO) == ""
 
 
 @pytest.mark.parametrize(
@@ -114,14 +126,14 @@ def test_the_epoch_is_the_one_that_is_named_or_that_of_the_checkpoint() -> None:
 
 
 def test_who_asks_for_what_a_job_has_left_holds_it_too_and_others_may_ask_beside() -> None:
-    fence = InventoryLease()
+    fence = InventoryLease({}.__setitem__)
     for by in ("x", "y"):
         fence.take_lease(by, ONE, for_orphans=True)
     fence.end_lease("x")
     with pytest.raises(AgentError, match="asked what lies here"):
-        fence.check("x", ONE, 0.0)
+        fence.check("x", ONE)
     fence.end_lease("y")
-    fence.check("x", ONE, 0.0)
+    fence.check("x", ONE)
 
 
 def test_where_a_start_has_asked_nobody_else_does_for_what_a_job_has_left() -> None:
@@ -134,12 +146,12 @@ def test_where_a_start_has_asked_nobody_else_does_for_what_a_job_has_left() -> N
 
 def test_a_start_waits_for_no_outcome_of_what_was_to_be_done_with_what_is_left() -> None:
     """It may have asked before, and the outcome may be lost."""
-    fence = InventoryLease()
+    fence = InventoryLease({}.__setitem__)
     fence.take_lease("x", ONE, for_orphans=True)
     fence.take_lease("y", ONE)
     assert not fence.has_lease("x")
     assert fence.on_epoch_begun("y", TWO)
-    assert fence.refusal("y", TWO, 0.0) == ""
+    assert fence.refusal("y", TWO) == ""
 
 
 class Node:

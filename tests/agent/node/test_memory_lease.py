@@ -55,7 +55,7 @@ def test_a_restart_of_the_job_and_one_that_takes_over_wait_for_nobody(launch: st
 
 def test_between_a_starts_question_and_its_epoch_nothing_is_taken_from_anybody() -> None:
     """A coordinator that lives on is fenced: what was listed for the start stays as it is."""
-    loan, fence = lent(), InventoryLease()
+    loan, fence = lent(), InventoryLease({}.__setitem__)
     node: Any = SimpleNamespace(_memory_lease=loan, inventory_lease=fence)
     node._is_coordinator = lambda *sender: MemoryNode._is_coordinator(node, *sender)
 

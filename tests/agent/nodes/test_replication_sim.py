@@ -152,8 +152,8 @@ class Holder:
         self.own: dict[Key, Cell] = {}
         self.offers: dict[str, memoryview] = {}
         self.copies = ReplicaStore(cast(Workers, Late(sim, self)), lambda what: sim.later(self, what))
-        self.fence = InventoryLease()
-        self.copies.check_eviction = lambda epoch: self.fence.check(OWN_NODE, epoch, sim.now_s)
+        self.fence = InventoryLease({}.__setitem__)
+        self.copies.check_eviction = lambda epoch: self.fence.check(OWN_NODE, epoch)
 
     @property
     def transport(self) -> Any:
@@ -247,13 +247,13 @@ class Holder:
             self.copies.publish(self.transport, identity, cells, then)
             return
         assert fields["t"] == "replicate"
-        self.fence.check(by, identity.epoch, self._sim.now_s)
+        self.fence.check(by, identity.epoch)
         safe = fields["replicated"]
         self.copies.evict_superseded(identity, Identity.parse(safe) if safe is not None else None)
         wanted = decode_described(blobs[0])
 
         def kept(error: str) -> None:
-            reply([], error or self.fence.refusal(by, identity.epoch, self._sim.now_s))
+            reply([], error or self.fence.refusal(by, identity.epoch))
 
         self.copies.fetch_replicas(self.transport, identity, fields["source"], (), wanted, kept)
 

@@ -21,6 +21,7 @@ from ckpt.agent.replication.replica_store import decode_described
 from ckpt.agent.restore.peer_source import offer_name
 from ckpt.errors import AgentError
 from ckpt.types import OWN_NODE, Epoch, Identity, Version
+from tests.agent.node.test_inventory_lease import Later
 from tests.agent.nodes.cluster import Cluster
 from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of
 from tests.agent.nodes.test_permissions import ask, at_work, held
@@ -35,7 +36,8 @@ class Node:
     """What is served at a node, and by whose word; and its parts in jobs that others coordinate."""
 
     def __init__(self) -> None:
-        self.inventory_lease = InventoryLease()
+        self.later: Later = {}
+        self.inventory_lease = InventoryLease(self.later.__setitem__)
         self._requesters_by_transfer = {
             offer_name(OLDER, 0): {"x"},
             offer_name(NEWER, 0): {"x", "y"},
@@ -54,10 +56,10 @@ class Node:
     def _withdraw_served(self, by: str, identity: Identity | None = None) -> None:
         ClusterStartup._withdraw_served(cast(ClusterStartup, self), by, identity)
 
-    def tend(self, now_s: float) -> tuple[list[str], list[str]]:
+    def tend(self) -> tuple[list[str], list[str]]:
         """What is served from then on, and by whose coordinator's end something that was read went."""
         self.peer_disconnected.clear()
-        ClusterStartup._end_expired_serving(cast(ClusterStartup, self), now_s)
+        ClusterStartup._end_expired_serving(cast(ClusterStartup, self))
         return sorted(self._requesters_by_transfer), self.peer_disconnected
 
 
@@ -66,19 +68,21 @@ ALL = sorted([offer_name(OLDER, 0), offer_name(NEWER, 0), offer_name(NEWER, 1)])
 
 def test_what_a_coordinator_has_served_outlives_a_lost_connection_that_comes_back_in_time() -> None:
     node = Node()
-    assert node.tend(0.0) == (ALL, [])
-    node.inventory_lease.on_holder_lost("x", 10.0)
-    assert node.tend(10.0 + LEASE_TIMEOUT_S - 0.1) == (ALL, [])
+    node.inventory_lease.on_holder_lost("x")
+    assert node.tend() == (ALL, [])
     node.inventory_lease.on_holder_connected("x")
-    assert node.tend(10.0 + 9 * LEASE_TIMEOUT_S) == (ALL, [])
+    node.later[LEASE_TIMEOUT_S]()
+    assert node.tend() == (ALL, [])
 
 
 def test_what_a_coordinator_has_served_ends_once_it_is_taken_for_gone() -> None:
     node = Node()
-    node.inventory_lease.on_holder_lost("x", 10.0)
-    assert node.tend(10.0 + LEASE_TIMEOUT_S) == ([offer_name(NEWER, 0), offer_name(NEWER, 1)], ["x"])
-    node.inventory_lease.on_holder_lost("y", 200.0)
-    assert node.tend(200.0 + LEASE_TIMEOUT_S) == ([offer_name(NEWER, 1)], ["x", "y"])
+    node.inventory_lease.on_holder_lost("x")
+    node.later[LEASE_TIMEOUT_S]()
+    assert node.tend() == ([offer_name(NEWER, 0), offer_name(NEWER, 1)], ["x"])
+    node.inventory_lease.on_holder_lost("y")
+    node.later[LEASE_TIMEOUT_S]()
+    assert node.tend() == ([offer_name(NEWER, 1)], ["x", "y"])
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -88,7 +92,7 @@ def test_what_a_start_has_served_ends_with_its_outcome_though_nobody_says_so(beg
         assert node.inventory_lease.on_epoch_begun("x", TWO)
     else:
         node.inventory_lease.end_lease("x")
-    assert node.tend(1.0) == ([offer_name(NEWER, 0), offer_name(NEWER, 1)], ["x"])
+    assert node.tend() == ([offer_name(NEWER, 0), offer_name(NEWER, 1)], ["x"])
 
 
 def test_what_was_read_for_a_start_goes_unless_its_coordinator_is_connected() -> None:

@@ -108,7 +108,7 @@ class Agent:
         self.followed_jobs: list[Any] = []
         self._workers = SimpleNamespace(close_arenas=close_arenas, free_bytes=lambda: memory_plan.free_bytes())
         self.replicas = ReplicaStore(cast(Any, self._workers), lambda what: what())
-        self.inventory_lease = InventoryLease()
+        self.inventory_lease = InventoryLease({}.__setitem__)
         self.begun = begun
         self.told: list[Event] = []
         self.current_job = None

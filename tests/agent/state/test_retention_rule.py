@@ -71,7 +71,7 @@ def begun_at(
         inventory.add_local_snapshots(identity, 2, ranks)
     has_part = SimpleNamespace(claim=SimpleNamespace(epoch=epoch, parent=parent))
     node = SimpleNamespace(
-        _memory_lease=has_part, current_job=has_part, followed_jobs=[], inventory_lease=InventoryLease()
+        _memory_lease=has_part, current_job=has_part, followed_jobs=[], inventory_lease=InventoryLease({}.__setitem__)
     )
     node.replicas, node._inventory = SimpleNamespace(announced_replicated=told_safe), lambda whole: inventory
     node._retention_rule_for = lambda claims: NodeMemory._retention_rule_for(cast(Any, node), claims)
