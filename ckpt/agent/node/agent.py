@@ -1,6 +1,6 @@
 """The agent as a whole: dispatches the trainers' messages, shows its status, and decides when its work is done.
 
-`Agent` inherits, from top to bottom: `OrphanCommitter`, `PeerHandlers`, `ClusterStartup`, `Startup`, `NodeMemory`.
+`Agent` inherits, from top to bottom: `OrphanCommitter`, `PeerHandlers`, `Startup`, `ClusterStartup`, `NodeMemory`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from ckpt.agent.job.job import Job
 from ckpt.agent.job.memory_node_client import MemoryNodeClients
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.inventory_lease import LEASE_TIMEOUT_S, Frozen
+from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.previous_nodes import survey_previous_nodes
-from ckpt.agent.node.startup import Startup
 from ckpt.agent.node.startup_state import ResolvedStart, Start
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
 from ckpt.agent.replication.rereplicate import Rereplication
@@ -27,12 +27,12 @@ from ckpt.agent.replication.survey import KeptReplica, survey_nodes
 from ckpt.agent.restore.collect import CheckpointCollector
 from ckpt.agent.restore.peer_source import PeerSource, offer_name
 from ckpt.agent.restore.shared_read import SharedRead
-from ckpt.agent.runtime.event_loop import EventLoop, Peer
+from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.agent.runtime.memory_plan import needed_bytes, slots_for
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest
 from ckpt.agent.state.job_facts import WorkState
-from ckpt.errors import AgentError
+from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.messages import Message
 from ckpt.settings import Settings
 from ckpt.types import OWN_NODE, Epoch, Identity
@@ -50,7 +50,7 @@ RECONNECT_S = 1.0  # pause before a broken connection to a node of a running job
 CONNECT_TRIES_MAX = 3  # connections tried to tell a node of a start
 
 
-class ClusterStartup(Startup):
+class ClusterStartup(NodeMemory):
     """The part of the agent that coordinates starts of several nodes (see above). Main thread only. `memory_nodes`: the
     memory-only nodes of the current job."""
 
@@ -60,6 +60,8 @@ class ClusterStartup(Startup):
             str, set[str]
         ] = {}  # by transfer served from here: the agents that asked for the serving
         self._frozen_timer = Frozen()
+        # Candidates that failed to restore, and why.
+        self._struck_candidates: dict[Identity, str] = {}
         self._surveying_start: Start | None = None  # the start that surveyed nodes and owes them its outcome
         self.memory_nodes = MemoryNodeClients(
             url, lambda: self.network, server.call_later, self._emit_event, self._on_memory_nodes_changed
@@ -67,9 +69,47 @@ class ClusterStartup(Startup):
         self._services.memory_nodes = self.memory_nodes.reachable_nodes
         self._services.awaits_memory_nodes = lambda: self.memory_nodes.has_pending_nodes
 
+    def _guard_start(self, start: Start, what: Callable[[], None]) -> None:
+        """Runs `what` if that start is still under way. An error in `what` fails the start, and ends no other job."""
+        if self._start is not start:
+            return
+        try:
+            what()
+        except Exception as exc:
+            self._fail_start(start, exc)
+
+    def _fail_start(self, start: Start, error: BaseException) -> None:
+        """Refuses the waiting request with `error`. An epoch that has begun gets no trainers then, and ends."""
+        if not isinstance(error, CkptError):
+            log.error("a start of launch %r failed in the agent", start.launch, exc_info=error)
+        request_id, start.request_id = start.request_id, None
+        if request_id is not None:
+            start.peer.refuse(request_id, error)
+        if start.job is None:
+            self._start = None
+
+    def _progress_key(self, start: Start) -> tuple[int, ...]:
+        """A value that changes whenever the start, or any work that it may wait for, makes progress."""
+        heard = self.network.progress.count if self.network is not None else 0
+        known = (
+            len(start.pending_nodes),
+            len(start.gathered_manifests),
+            len(start.gather_errors),
+            len(self._struck_candidates),
+        )
+        return (
+            *known,
+            start.is_store_listed,
+            start.has_surveyed_previous,
+            start.is_resolving,
+            self.replicas.progress.count,
+            heard,
+        )
+
     # -- a start that is coordinated here
 
     def _survey_nodes(self, start: Start) -> None:
+        """Tells the other nodes of the start, and asks each for its inventory."""
         for node in start.nodes[1:]:
             self._survey_node(start, node)
         self._survey_memory_nodes(start)
@@ -106,7 +146,7 @@ class ClusterStartup(Startup):
         return self._report_if_frozen(now_s)
 
     def _report_if_frozen(self, now_s: float) -> float | None:
-        """Emits `job.frozen` if the current job has taken no snapshot for BOUND_S. Returns when to look again."""
+        """Emits `job.frozen` if the current job has taken no snapshot for long. Returns when to look again."""
         job = self.current_job
         if job is None or job.scheduler.all_gone or job.scheduler.superseded_by:
             self._frozen_timer.is_warning_due(None, now_s)
@@ -147,7 +187,8 @@ class ClusterStartup(Startup):
             self.memory_nodes.broadcast_hint(fields)
 
     def _survey_previous_nodes(self, start: Start) -> None:
-        super()._survey_previous_nodes(start)
+        """Asks agents of earlier starts what they hold. Without a network there are none to ask."""
+        start.has_surveyed_previous = True
         if self.network is not None and start.nodes:
             survey_previous_nodes(
                 self.network, start, lambda what: self._guard_start(start, what), self._server.call_later
@@ -180,6 +221,7 @@ class ClusterStartup(Startup):
                 self.current_job.restart_survey.survey_again()
 
     def _borrow_memory(self, job: Job, named: Sequence[Address]) -> None:
+        """Asks the memory-only nodes that a job names to lend it their memory from now on."""
         if named and job.terms is not None:
             self.memory_nodes.begin_borrowing(job.terms, named)
 
@@ -218,6 +260,8 @@ class ClusterStartup(Startup):
         connect()
 
     def _gather_candidate(self, start: Start, identity: Identity) -> None:
+        """Puts together a checkpoint that lies on several nodes; a candidate is chosen again after that."""
+
         def collected(found: GatheredManifest | None, error: str) -> None:
             start.is_resolving = False
             if found is not None:
@@ -231,6 +275,8 @@ class ClusterStartup(Startup):
         self._make_collector(start).collect_whole(identity, collected)
 
     def _find_frames_in_memory(self, start: Start, chosen: ResolvedStart, then: Callable[[], None]) -> None:
+        """Finds the frames of a store candidate that memory has, or will have soon; sets `start.partial_places`, then
+        calls `then`. The other frames are read from the store."""
         identity, manifest = chosen.candidate.identity, chosen.manifest
 
         def found(places: FramePlaces | None, error: str) -> None:
@@ -258,6 +304,7 @@ class ClusterStartup(Startup):
         return [*self.memory_nodes.nodes(), *connected]
 
     def _open_peer_source(self, start: Start, places: FramePlaces, manifest: Manifest) -> PeerSource | None:
+        """Has the holders serve their frames; returns the source of the frames that this node lacks."""
         network = self.network
         if network is None or not start.nodes:
             return None
@@ -275,6 +322,8 @@ class ClusterStartup(Startup):
     def _open_shared_read(
         self, start: Start, job: Job, chosen: ResolvedStart, places: FramePlaces | None
     ) -> SharedRead | None:
+        """This node's part in the shared read: the nodes divide the frames that memory lacks, and each reads its part
+        from the store; None for a job of one node."""
         if self.network is None or len(start.nodes) < 2:
             return None
         identity, records = chosen.candidate.identity, chosen.candidate.records
@@ -318,6 +367,7 @@ class ClusterStartup(Startup):
                 each.end_uncoordinated_restore()
 
     def _end_serving(self, identity: Identity) -> None:
+        """Has the holders end the serving of that checkpoint."""
         if self.network is None:
             return
         self._withdraw_served(OWN_NODE, identity)
@@ -354,12 +404,11 @@ class ClusterStartup(Startup):
 
     # -- re-replication of the restored checkpoint
 
-    def _finish_start(self, peer: Peer, message: Message) -> None:
-        start = self._start
-        super()._finish_start(peer, message)
+    def _rereplicate_restored(self, start: Start) -> None:
+        """Sets up the re-replication of the checkpoint that all ranks have restored."""
         job, network = self.current_job, self.network
         identity = job.claim.parent if job is not None and job.claim is not None else None
-        if start is None or job is None or identity is None or network is None or len(job.nodes) < 2:
+        if job is None or identity is None or network is None or len(job.nodes) < 2:
             return
         if identity not in start.gathered_manifests and self._local_checkpoint(identity) is None:
             # The checkpoint is not whole in memory: replicas would save only a few reads of the store.

@@ -22,8 +22,9 @@ from ckpt.agent.job.job import Job
 from ckpt.agent.net.permissions import EPOCH_KINDS, Sender, epoch_of, required_sender
 from ckpt.agent.net.progress import Progress, ProgressReport
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.node.cluster_startup import RECONNECT_S, ClusterStartup
+from ckpt.agent.node.cluster_startup import RECONNECT_S
 from ckpt.agent.node.inventory_lease import EPOCH_GAP_MAX
+from ckpt.agent.node.startup import Startup
 from ckpt.agent.preemption.deadline_strategy import ExitTiming
 from ckpt.agent.preemption.notice_relay import (
     OPERATOR,
@@ -60,7 +61,7 @@ log = logging.getLogger("ckpt")
 RANKS_NOTICES_MAX = 16  # notices in one message to a rank
 
 
-class PeerHandlers(ClusterStartup):
+class PeerHandlers(Startup):
     """The part of the agent that handles peers' messages (see above). Main thread only."""
 
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:

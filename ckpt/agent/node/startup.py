@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.agent.job.job import Job
 from ckpt.agent.job.job_context import send_event
 from ckpt.agent.net.progress import REPORT_INTERVAL_S
-from ckpt.agent.node.node_memory import NodeMemory
+from ckpt.agent.node.cluster_startup import ClusterStartup
 from ckpt.agent.node.startup_state import ResolvedStart, Start
 from ckpt.agent.restore.restore_session import RestoreSession, decode_request
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
@@ -30,7 +30,6 @@ from ckpt.agent.snapshots.remote_share import AnyPeer, RemoteShare
 from ckpt.agent.state.job_facts import SlotState
 from ckpt.errors import (
     AgentError,
-    CkptError,
     DamagedData,
     NewerFormat,
     NoCheckpoint,
@@ -49,10 +48,6 @@ from ckpt.storage.names import redact_url
 from ckpt.types import OWN_NODE, Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.restore.peer_source import PeerSource
-    from ckpt.agent.restore.shared_read import SharedRead
-    from ckpt.agent.snapshots.manifest_gather import FramePlaces
-    from ckpt.format.manifest import Manifest
     from ckpt.ipc.addresses import Address
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
@@ -65,15 +60,13 @@ STAGED_WAIT_S = 5.0  # how long a start waits until the last staged snapshot is 
 LISTED_MAX = 200  # struck identities in an answer
 
 
-class Startup(NodeMemory):
+class Startup(ClusterStartup):
     """The part of the agent that runs the start under way. Main thread only, but for `_list_store` and
     `_resolve_candidate`."""
 
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
         self._unjoined_peers: list[Peer] = []  # ranks that told this agent to listen, and have joined no job yet
-        # Candidates that failed to restore, and why.
-        self._struck_candidates: dict[Identity, str] = {}
         self._restore_lease: tuple[Job, int] | None = None  # job and slot of the candidate being restored from memory
         self._superseded_launches: dict[str, str] = {}  # launches that were superseded here, and by what
 
@@ -115,24 +108,6 @@ class Startup(NodeMemory):
         if "store_env" in fields and adopt_store_environment(dict(fields["store_env"])):
             self._store.reopen()
 
-    def _progress_key(self, start: Start) -> tuple[int, ...]:
-        """A value that changes whenever the start, or any work that it may wait for, makes progress."""
-        heard = self.network.progress.count if self.network is not None else 0
-        known = (
-            len(start.pending_nodes),
-            len(start.gathered_manifests),
-            len(start.gather_errors),
-            len(self._struck_candidates),
-        )
-        return (
-            *known,
-            start.is_store_listed,
-            start.has_surveyed_previous,
-            start.is_resolving,
-            self.replicas.progress.count,
-            heard,
-        )
-
     def _report_progress(self, start: Start, before: tuple[int, ...]) -> None:
         """Reports progress every REPORT_INTERVAL_S to the trainer that waits for a candidate, so that it goes on
         waiting (see net/progress.py)."""
@@ -170,15 +145,6 @@ class Startup(NodeMemory):
     def _run_for_start(self, start: Start, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         """Runs `work` on a thread, then `then` on the main thread if that start is still under way."""
         self._workers.run(Lane.FRONT, work, lambda done: self._guard_start(start, lambda: then(done)))
-
-    def _guard_start(self, start: Start, what: Callable[[], None]) -> None:
-        """Runs `what` if that start is still under way. An error in `what` fails the start, and ends no other job."""
-        if self._start is not start:
-            return
-        try:
-            what()
-        except Exception as exc:
-            self._fail_start(start, exc)
 
     def _supersede_current_job(self, job: Job, launch: str) -> None:
         """Makes the current job a former one; `launch` supersedes its live trainers."""
@@ -237,10 +203,6 @@ class Startup(NodeMemory):
         if staged and time.monotonic() < start.began_s + STAGED_WAIT_S:
             return
         self._guard_start(start, lambda: self._choose_candidate(start))
-
-    def _survey_previous_nodes(self, start: Start) -> None:
-        """Asks agents of earlier starts what they hold. Without a network there are none to ask."""
-        start.has_surveyed_previous = True
 
     def _choose_candidate(self, start: Start) -> None:
         """Chooses the newest candidate that is not struck out. One that lies on several nodes is gathered first."""
@@ -486,6 +448,7 @@ class Startup(NodeMemory):
         job.begin_training(claim, resumed=False)
         self._announce_claim(job)
         peer.reply(int(fields["id"]), {})
+        self._rereplicate_restored(start)
 
     def _require_start(self, peer: Peer, epoch: str) -> Start:
         """The start under way, if `peer` began it and it has begun `epoch`. Errors: Superseded."""
@@ -493,16 +456,6 @@ class Startup(NodeMemory):
         if start is None or start.job is None or start.peer is not peer or str(start.job.epoch) != epoch:
             raise Superseded(f"the start of {epoch} is not the one under way; a newer one began")
         return start
-
-    def _fail_start(self, start: Start, error: BaseException) -> None:
-        """Refuses the waiting request with `error`. An epoch that has begun gets no trainers then, and ends."""
-        if not isinstance(error, CkptError):
-            log.error("a start of launch %r failed in the agent", start.launch, exc_info=error)
-        request_id, start.request_id = start.request_id, None
-        if request_id is not None:
-            start.peer.refuse(request_id, error)
-        if start.job is None:
-            self._start = None
 
     def _end_restore(self) -> None:
         """Ends the restore of the candidate: releases its slot, and ends the serving of its frames."""
@@ -584,44 +537,3 @@ class Startup(NodeMemory):
             if rank is not None:
                 return job, rank
         raise AgentError("this connection has joined no job")
-
-    # -- what other nodes do for a start: see ClusterStartup
-
-    def _survey_nodes(self, start: Start) -> None:
-        """Tells the other nodes of the start, and asks each for its inventory."""
-        raise NotImplementedError
-
-    def _reconnect_node(self, name: str) -> None:
-        """Tries to connect to that node of the current job until a connection stands or none is needed."""
-        raise NotImplementedError
-
-    def _gather_candidate(self, start: Start, identity: Identity) -> None:
-        """Puts together a checkpoint that lies on several nodes; a candidate is chosen again after that."""
-        raise NotImplementedError
-
-    def _find_frames_in_memory(self, start: Start, chosen: ResolvedStart, then: Callable[[], None]) -> None:
-        """Finds the frames of a store candidate that memory has, or will have soon; sets `start.part`, then calls
-        `then`. The other frames are read from the store."""
-        raise NotImplementedError
-
-    def _open_peer_source(self, start: Start, places: FramePlaces, manifest: Manifest) -> PeerSource | None:
-        """Has the holders serve their frames; returns the source of the frames that this node lacks."""
-        raise NotImplementedError
-
-    def _open_shared_read(
-        self, start: Start, job: Job, chosen: ResolvedStart, places: FramePlaces | None
-    ) -> SharedRead | None:
-        """This node's part in the shared read: the nodes divide the frames that memory lacks, and each reads its part
-        from the store; None for a job of one node."""
-        raise NotImplementedError
-
-    def _end_serving(self, identity: Identity) -> None:
-        """Has the holders end the serving of that checkpoint."""
-        raise NotImplementedError
-
-    def _announce_claim(self, job: Job) -> None:
-        raise NotImplementedError
-
-    def _borrow_memory(self, job: Job, named: Sequence[Address]) -> None:
-        """Asks the memory-only nodes that a job names to lend it their memory from now on."""
-        raise NotImplementedError
