@@ -115,20 +115,6 @@ class Agent(OrphanCommitter):
             self.status_view.on_rank_message(job, message)
             job.message(rank, peer, message)
 
-    def peer_disconnected(self, peer: AnyPeer) -> None:
-        for job in self._jobs():
-            job.peer_disconnected(peer)
-        for followed_job in self.followed_jobs:
-            followed_job.peer_disconnected(peer)
-        self._give_up_start(peer)
-
-    def peer_died(self, peer: AnyPeer) -> None:
-        for job in self._jobs():
-            job.peer_died(peer)
-        for followed_job in self.followed_jobs:
-            followed_job.peer_died(peer)
-        self._give_up_start(peer)
-
     def process_suspended(self, for_s: float) -> None:
         text = f"this agent did not run for {for_s:.0f} s: it was stopped, or its machine had no time for it"
         if self.network is not None:

@@ -565,16 +565,25 @@ class PeerHandlers(Startup):
                 self.network.notify(node.name, fields)
         self.memory_nodes.broadcast_hint(fields)
 
-    # -- what happens to a rank's connection, here or on another node: see Agent
+    # -- a rank's connection, here or on another node
 
     def message(self, peer: AnyPeer, message: Message) -> None:
+        """Handles a message of a trainer or a tool; see Agent."""
         raise NotImplementedError
 
     def peer_disconnected(self, peer: AnyPeer) -> None:
-        raise NotImplementedError
+        for job in self._jobs():
+            job.peer_disconnected(peer)
+        for followed_job in self.followed_jobs:
+            followed_job.peer_disconnected(peer)
+        self._give_up_start(peer)
 
     def peer_died(self, peer: AnyPeer) -> None:
-        raise NotImplementedError
+        for job in self._jobs():
+            job.peer_died(peer)
+        for followed_job in self.followed_jobs:
+            followed_job.peer_died(peer)
+        self._give_up_start(peer)
 
 
 def _reader_name(channel: Channel, fields: dict[str, Any]) -> str:
