@@ -55,7 +55,7 @@ SLOW = (
     "tests/agent/node/test_signalled_agent.py",
     "tests/agent/node/test_two_starts.py",
     "tests/agent/nodes/",
-    "tests/agent/preemption/test_deadline_strategy.py",
+    "tests/agent/preemption/test_deadlines.py",
     "tests/agent/preemption/test_preemption_exhaustive.py",
     "tests/agent/preemption/test_preemption_sim.py",
     "tests/agent/state/test_cost_model.py",

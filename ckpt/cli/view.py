@@ -379,7 +379,7 @@ def _notices(notices: Facts) -> Iterator[Row]:
         key = each["key"].partition(" on node ")[0]
         text = f"{machines} {go} in {each['left_s']:.0f} s ({each['source']} {key})"
         if not number:
-            text += f"; course: {notices['course']}, {notices['needs_s']:.0f} s are needed"
+            text += f"; {notices['needs_s']:.0f} s are needed"
         yield "notices" * (not number), text, "red" if each["certain"] else "yellow"
 
 

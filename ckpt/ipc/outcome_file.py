@@ -20,7 +20,6 @@ def describe_outcome(body: dict[str, Any]) -> str:
     what = {
         "left": "the job leaves",
         "ended": "the job was ended without another snapshot",
-        "pushed": "there is no time for another snapshot",
         "stayed": "the deadline has passed",
     }
     committed = body["committed_step"]

@@ -6,12 +6,11 @@ The goals, most important first:
 3. There are as few different combinations of domains as possible. Whole domains are paired, since the loss of two
    domains costs something only if some group combines them (Cidon et al. 2013, USENIX ATC, "Copysets: reducing the
    frequency of data loss in cloud storage"; here the sets are of domains).
-4. The probability that some group loses state is least: the riskiest nodes are grouped with the safest.
-5. The longest time that a member needs to send its bytes to another is least, then the sum of these times.
+4. The longest time that a member needs to send its bytes to another is least, then the sum of these times.
 
 Nodes sorted by domain and dealt to the groups in turn are optimal for goal 1. The s nodes of a domain are neighbours in
 this order. So each of G groups of equal size gets at most ceil(s / G) of them. This holds at every level at once. With
-equal domains, whole domains are paired. The rest (unequal sizes, risks, links) is improved by swaps of two nodes, until
+equal domains, whole domains are paired. The rest (unequal sizes, links) is improved by swaps of two nodes, until
 no swap helps or EXCHANGES_MAX were tried.
 
 With `before` the result is stable: a group whose nodes are all still there stays. There are two exceptions: the group
@@ -22,8 +21,6 @@ order of the nodes: ties go by id.
 from __future__ import annotations
 
 import itertools
-import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,15 +40,13 @@ class PlacementNode:
 
     `id`: unique. `state_bytes`: its own state in one checkpoint. `lend_bytes`: memory for replicas of others' state,
     all generations together. `domains`: its failure domains, widest first (site, rack); each node is also a domain of
-    its own. `risk`: the probability that the node is lost while a checkpoint is the newest; None: unknown, the mean of
-    the known ones is used. `up_bytes_s`, `down_bytes_s`: speed of its link; None: unknown, no limit is assumed.
-    `has_state`: False for a memory-only node, which has no state. Errors: UsageError if a value is out of range."""
+    its own. `up_bytes_s`, `down_bytes_s`: speed of its link; None: unknown, no limit is assumed. `has_state`: False for
+    a memory-only node, which has no state. Errors: UsageError if a value is out of range."""
 
     id: str
     state_bytes: int = 0
     lend_bytes: int = 0
     domains: Ids = ()
-    risk: float | None = None
     up_bytes_s: float | None = None
     down_bytes_s: float | None = None
     has_state: bool = True
@@ -66,8 +61,6 @@ class PlacementNode:
                 f"node {self.id}: state_bytes={self.state_bytes} and lend_bytes={self.lend_bytes} must be at least 0; "
                 "a memory-only node has no state"
             )
-        if self.risk is not None and not 0 <= self.risk <= 1:
-            raise UsageError(f"node {self.id}: risk={self.risk} is not a probability")
         if any(speed is not None and not speed > 0 for speed in (self.up_bytes_s, self.down_bytes_s)):
             raise UsageError(
                 f"node {self.id}: up_bytes_s={self.up_bytes_s} and down_bytes_s={self.down_bytes_s} must be above 0"
@@ -95,21 +88,16 @@ def send_s(sender: PlacementNode, receiver: PlacementNode, nbytes: int | None = 
     return (sender.state_bytes if nbytes is None else nbytes) / min(speeds) if speeds else 0.0
 
 
-def group_nodes(
-    nodes: Sequence[PlacementNode], sizes: Sequence[int], survives: int, before: Sequence[Ids] = ()
-) -> list[Ids]:
-    """All nodes in groups of these sizes; members and groups are sorted.
-
-    `survives`: how many nodes of a group may be lost without a loss of state. `before`: the current groups. Errors:
+def group_nodes(nodes: Sequence[PlacementNode], sizes: Sequence[int], before: Sequence[Ids] = ()) -> list[Ids]:
+    """All nodes in groups of these sizes; members and groups are sorted. `before`: the current groups. Errors:
     UsageError if the sizes do not add up to the number of nodes, or two nodes have one id."""
     if sum(sizes) != len(nodes) or any(size < 1 for size in sizes):
         raise UsageError(f"groups of {list(sizes)} nodes do not add up to {len(nodes)} nodes")
     if not nodes:
         return []
-    field = _Field(nodes, survives)
+    field = _Field(nodes)
     sizes = sorted(sizes, reverse=True)
-    dealt = [field.deal_nodes(order, sizes) for order in field.deal_orders(len(sizes))]
-    best = field.improve_groups(min(dealt, key=lambda groups: (field.cost(groups), groups)))
+    best = field.improve_groups(field.deal_nodes(sizes))
     if before:
         kept = field.improve_groups(field.repair_groups(before, sizes), safety_only=True)
         if field.cost(kept)[0] <= field.cost(best)[0]:
@@ -117,59 +105,30 @@ def group_nodes(
     return sorted(tuple(sorted(group)) for group in best)
 
 
-# Goals 1 and 2; combinations; risk; longest seconds; sum of seconds.
-Cost = tuple[tuple[int, ...], int, float, float, float]
+# Goals 1 and 2; combinations; longest seconds; sum of seconds.
+Cost = tuple[tuple[int, ...], int, float, float]
 Signature = tuple[tuple[Ids, ...], ...]
 
 
 class _Field:
     """The nodes and the cost of groups of them. Groups are lists of ids here."""
 
-    def __init__(self, nodes: Sequence[PlacementNode], survives: int) -> None:
+    def __init__(self, nodes: Sequence[PlacementNode]) -> None:
         self.nodes = {node.id: node for node in sorted(nodes, key=lambda node: node.id)}
         if len(self.nodes) != len(nodes):
             raise UsageError("two nodes have the same id")
-        self.losses_max = survives
         self.depth = count_levels(nodes)
         # Nodes of one group should have different labels: a domain per level, then one label for all memory-only nodes.
         self.labels = {
             id: (*(node.domain(level) for level in range(self.depth)), (id,) if node.has_state else ("\0",))
             for id, node in self.nodes.items()
         }
-        known = [node.risk for node in self.nodes.values() if node.risk is not None]
-        usual = statistics.fmean(known) if known else 0.0
-        self.risk = {node.id: usual if node.risk is None else node.risk for node in self.nodes.values()}
-        self.has_unequal_risks = len(set(self.risk.values())) > 1
         self.has_link_speeds = any(node.up_bytes_s or node.down_bytes_s for node in nodes)
 
-    def deal_orders(self, rows_of: int) -> list[list[str]]:
-        """The orders from which nodes are dealt. In each, the nodes of a domain are neighbours. They are: by name; and
-        with unequal risks also from the safest domain to the riskiest, plain and with every other row reversed."""
-        found = [sorted(self.nodes, key=lambda id: (self.nodes[id].domains, id))]
-        if self.has_unequal_risks:
-            means = {
-                (level, domain): statistics.fmean(self.risk[node.id] for node in members)
-                for level in range(self.depth + 1)
-                for domain, members in self._by_domain(level)
-            }
-
-            def risk_path(id: str) -> list[tuple[float, Ids]]:
-                paths = [(level, self.nodes[id].domain(level)) for level in range(self.depth + 1)]
-                return [(means[path], path[1]) for path in paths]
-
-            rising = sorted(self.nodes, key=risk_path)
-            rows = [rising[i : i + rows_of] for i in range(0, len(rising), rows_of)]
-            turned = [row[::-1] if k % 2 else row for k, row in enumerate(rows)]
-            found += [rising, list(itertools.chain(*turned))]
-        return found
-
-    def _by_domain(self, level: int) -> list[tuple[Ids, list[PlacementNode]]]:
-        key = {node.id: node.domain(level) for node in self.nodes.values()}
-        ordered = sorted(self.nodes.values(), key=lambda node: (key[node.id], node.id))
-        return [(domain, list(members)) for domain, members in itertools.groupby(ordered, lambda node: key[node.id])]
-
-    def deal_nodes(self, order: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
-        """The groups after dealing the nodes in turns. A larger group gets more turns, spread as evenly as possible."""
+    def deal_nodes(self, sizes: Sequence[int]) -> list[list[str]]:
+        """The groups after dealing the nodes in turns, in an order in which the nodes of a domain are neighbours. A
+        larger group gets more turns, spread as evenly as possible."""
+        order = sorted(self.nodes, key=lambda id: (self.nodes[id].domains, id))
         turns = sorted(
             (Fraction(2 * (k * len(sizes) + g) + 1, 2 * len(sizes) * size), g)
             for g, size in enumerate(sizes)
@@ -229,19 +188,15 @@ class _Field:
     def cost(self, groups: Sequence[Sequence[str]]) -> Cost:
         pairs = [_equal_label_pairs([self.labels[id] for id in group]) for group in groups]
         combinations = len(set(map(self._signature, groups)))
-        return tuple(map(sum, zip(*pairs, strict=True))), combinations, *self._risk_and_times(groups)
+        return tuple(map(sum, zip(*pairs, strict=True))), combinations, *self._group_times(groups)
 
-    def _risk_and_times(self, groups: Sequence[Sequence[str]]) -> tuple[float, float, float]:
+    def _group_times(self, groups: Sequence[Sequence[str]]) -> tuple[float, float]:
         times = [self._times(group) for group in groups]
-        return (
-            sum(self._loss(group) for group in groups),
-            max(longest for longest, _ in times),
-            sum(total for _, total in times),
-        )
+        return max(longest for longest, _ in times), sum(total for _, total in times)
 
     def _is_settled(self, groups: Sequence[Sequence[str]], safety_only: bool) -> bool:
         """Whether no swap can help: only goals 1 and 2 matter, and the groups are as good as an even spread."""
-        if not safety_only and (self.has_unequal_risks or self.has_link_speeds):
+        if not safety_only and self.has_link_speeds:
             return False
 
         def least(nodes: int) -> int:
@@ -271,36 +226,23 @@ class _Field:
         now: tuple[list[str], list[str]],
         signatures: Counter[Signature],
     ) -> bool:
-        """Whether the two groups `then` are better than `now` by goals 3 to 5, if they are equal by goals 1 and 2."""
+        """Whether the two groups `then` are better than `now` by goals 3 and 4, if they are equal by goals 1 and 2."""
         changed: Counter[Signature] = Counter(map(self._signature, then))
         changed.subtract(map(self._signature, now))
         combinations = sum((signatures[key] + more > 0) - (signatures[key] > 0) for key, more in changed.items())
         if combinations:
             return combinations < 0
-        return _is_less(self._risk_and_times(then), self._risk_and_times(now))
+        return _is_less(self._group_times(then), self._group_times(now))
 
     def _signature(self, group: Sequence[str]) -> Signature:
         """The combination of domains in a group, at each level."""
         return tuple(tuple(sorted(self.labels[id][level] for id in group)) for level in range(self.depth))
-
-    def _loss(self, group: Sequence[str]) -> float:
-        """Minus the logarithm of the probability that the group keeps its state. These values add up over groups."""
-        lost = loss_probability([self.risk[id] for id in group], self.losses_max) if self.has_unequal_risks else 0.0
-        return -math.log1p(-lost) if lost < 1 else math.inf
 
     def _times(self, group: Sequence[str]) -> tuple[float, float]:
         if not self.has_link_speeds:
             return 0.0, 0.0
         times = [send_s(self.nodes[a], self.nodes[b]) for a, b in itertools.permutations(group, 2)]
         return max(times, default=0.0), sum(times)
-
-
-def loss_probability(risks: Sequence[float], survives: int) -> float:
-    """The probability that more than `survives` of the nodes are lost, from the probability of each."""
-    chances = [1.0]
-    for risk in risks:
-        chances = [a * (1 - risk) + b * risk for a, b in zip((*chances, 0.0), (0.0, *chances), strict=True)]
-    return math.fsum(chances[survives + 1 :])
 
 
 def _swapped(one: Sequence[str], other: Sequence[str], i: int, j: int) -> tuple[list[str], list[str]]:

@@ -78,7 +78,7 @@ def _place_groups(
     attempts = []
     for count in range(short, max(len(nodes) // whole, 1) - 1, -1):
         each, more = divmod(len(nodes), count)
-        members = group_nodes(list(nodes.values()), [each + (g < more) for g in range(count)], parity, before)
+        members = group_nodes(list(nodes.values()), [each + (g < more) for g in range(count)], before)
         attempts.append([_with_stripes(nodes, room, group, (), parity) for group in members])
     found = next((groups for groups in attempts if all(group.parity for group in groups)), attempts[0])
     for group in found:

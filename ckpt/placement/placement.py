@@ -37,7 +37,6 @@ from ckpt.placement.stripes import PARITY_MAX
 GENERATIONS = 2  # one generation is kept until the next is complete in the whole group
 NODES_MAX = 64  # the largest n, data or parity that an option may have
 _GENERATIONS_MAX = 16
-SPARED_MAX = 3  # nodes that `place_sparing` tries one by one; each try takes as long as `place`
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,24 +133,13 @@ def place(
 
     `before`: the current placement, which may have another option. `generations`: how many checkpoints of other nodes a
     node keeps at once. Errors: UsageError if two nodes have one id."""
-    return _place(nodes, option, before, generations, frozenset())
-
-
-def _place(
-    nodes: Sequence[PlacementNode],
-    option: Replicas | Parity,
-    before: Placement | None,
-    generations: int,
-    spared: Collection[str],
-) -> Placement:
-    """As `place`. `spared`: nodes that keep no replicas, whatever they lend."""
     _whole("generations", generations, 1, _GENERATIONS_MAX)
     by_id = {node.id: node for node in sorted(nodes, key=lambda node: node.id)}
     if len(by_id) != len(nodes):
         raise UsageError("two nodes have the same id")
     if not by_id:
         return Placement(option, (), (), (), (), (), ())
-    lends = {id: 0 if id in spared else node.lend_bytes // generations for id, node in by_id.items()}
+    lends = {id: node.lend_bytes // generations for id, node in by_id.items()}
     room = dict(lends)
     old = [group.home_members for group in before.groups] if before else []
     if isinstance(option, Replicas):
@@ -173,44 +161,6 @@ def _place(
         tuple(_exposed(by_id, kept, groups)),
         (*_notes(option, groups), *(_memory_only_notes(by_id, kept) if isinstance(option, Replicas) else ())),
     )
-
-
-def place_sparing(
-    nodes: Sequence[PlacementNode],
-    option: Replicas | Parity,
-    spared: Sequence[str],
-    before: Placement | None = None,
-    generations: int = GENERATIONS,
-) -> Placement:
-    """As `place`, but the `spared` nodes keep no copies, if the states stay as safe without them.
-
-    It spares all of them, or else as many of the first SPARED_MAX as possible, in that order. "As safe" means: each
-    state survives as many losses, and no further state is lost with a domain, or with all spared nodes at once. With
-    Parity it equals `place`, since a rebuild needs the own state of every member, whichever nodes keep the parity.
-
-    Errors: those of `place`."""
-    chosen = place(nodes, option, before, generations)
-    if not spared or not isinstance(option, Replicas):
-        return chosen
-    together = [*(members for _, members in _partial_domains(nodes)), spared]
-    found = _place(nodes, option, before, generations, spared)
-    if _is_as_safe(found, chosen, together):
-        return found
-    done: list[str] = []
-    for id in spared[:SPARED_MAX] if len(spared) > 1 else ():
-        found = _place(nodes, option, before, generations, [*done, id])
-        if _is_as_safe(found, chosen, together):
-            done.append(id)
-            chosen = found
-    return chosen
-
-
-def _is_as_safe(one: Placement, other: Placement, together: Sequence[Collection[str]]) -> bool:
-    """Whether each state is as safe in `one` as in `other`. `together`: sets of nodes that may be lost at once."""
-    survives = all(
-        a.losses_max >= b.losses_max for a, b in zip(one.protected_states, other.protected_states, strict=True)
-    )
-    return survives and all(one.lost_nodes(gone) <= other.lost_nodes(gone) for gone in together)
 
 
 def _lost_nodes(kept: Sequence[Kept], groups: Sequence[ParityGroup], gone: Collection[str]) -> frozenset[str]:

@@ -12,7 +12,6 @@ The groups (placement/groups.py) propose holders; then free memory decides. Guar
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 
 from ckpt.placement.groups import Ids, PlacementNode, count_levels, group_nodes, send_s, shared_domain_pairs
@@ -33,7 +32,7 @@ def place_replicas(
     copies = min(wanted - len(whole), len(rest) - 1) + 1
     count = len(rest) // copies
     sizes = [copies] * (count - 1) + [len(rest) - copies * (count - 1)]
-    groups = [plan.order_ring(group, copies) for group in group_nodes(rest, sizes, copies - 1, before)]
+    groups = [plan.order_ring(group, copies) for group in group_nodes(rest, sizes, before)]
     # Each state gets a first copy before any gets a second.
     for further_on in range(1, copies):
         for group in groups:
@@ -53,15 +52,14 @@ class _Copies:
         self.room = room
         self.replicas_wanted = wanted
         self.depth = count_levels(nodes.values())
-        self.mean_risk = statistics.fmean([n.risk for n in nodes.values() if n.risk is not None] or [0.0])
         self.holders: dict[str, list[str]] = {node.id: [] for node in nodes.values() if node.has_state}
         self.full_holders: list[str] = []  # memory-only nodes that keep a copy of every state
 
     def choose_full_holders(self) -> list[str]:
-        """Chooses the memory-only nodes that keep a copy of every state, those with the lowest risk first."""
+        """Chooses the memory-only nodes that keep a copy of every state."""
         needed = sum(self.nodes[owner].state_bytes for owner in self.holders)
         stable = [node for node in self.nodes.values() if not node.has_state and self.room[node.id] >= needed > 0]
-        for node in sorted(stable, key=lambda node: (self.mean_risk if node.risk is None else node.risk, node.id)):
+        for node in sorted(stable, key=lambda node: node.id):
             if len(self.full_holders) < self.replicas_wanted and self._shares_no_domain(node):
                 self.full_holders.append(node.id)
                 for owner in self.holders:
@@ -161,13 +159,12 @@ class _Copies:
         return [id for id, room in self.room.items() if id not in taken and room >= self.nodes[owner].state_bytes]
 
     def _best_holder(self, owner: str, among: Sequence[str]) -> str:
-        """The best new holder: by domains shared with the owner and the holders, then risk, seconds, and room left."""
+        """The best new holder: by domains shared with the owner and the holders, then seconds, and room left."""
 
-        def strain(id: str) -> tuple[tuple[int, ...], float, float, int, str]:
+        def strain(id: str) -> tuple[tuple[int, ...], float, int, str]:
             node = self.nodes[id]
             near = [self.nodes[other] for other in (owner, *self.holders[owner], id)]
-            risk = self.mean_risk if node.risk is None else node.risk
-            return shared_domain_pairs(near, self.depth), risk, send_s(self.nodes[owner], node), -self.room[id], id
+            return shared_domain_pairs(near, self.depth), send_s(self.nodes[owner], node), -self.room[id], id
 
         return min(among, key=strain)
 

@@ -83,22 +83,6 @@ class Outcomes:
         """The scores of the proven sources."""
         return {name: score for name, score in self.scores.items() if score.is_proven}
 
-    def risks(self, nodes: Iterable[str]) -> dict[str, float]:
-        """The probability that each of these nodes fails soon, by proven sources; {} if none of them has an alarm for
-        these nodes."""
-        proven = self.proven_scores()
-        found = {
-            node: max(
-                (score.precision for source, score in proven.items() if (node, source) in self._standing_since_s),
-                default=None,
-            )
-            for node in nodes
-        }
-        usual = min((score.chance_precision for score in proven.values()), default=0.0)
-        if all(each is None for each in found.values()):
-            return {}
-        return {node: usual if each is None else each for node, each in found.items()}
-
     def table(self, now_s: float) -> dict[str, Any]:
         """The sources and the standing alarms, for people and programs."""
         self.advance_time(now_s)

@@ -12,7 +12,6 @@ raise.
 | disk.errors | /sys/block/*/device/ioerr_cnt | errors per second |
 | disk.wait_s | /sys/block/*/stat | seconds that a request took, on the slowest disk |
 | net.errors, net.drops | /sys/class/net/*/statistics | packets per second, both ways |
-| step.ratio | the caller | this node's step time over the median of its peers |
 | gpu.* | NVML, see `gpus` | |
 """
 
@@ -66,7 +65,7 @@ class Sampler:
         self._previous_counters: dict[str, float] = {}
         self._previous_s: float | None = None
 
-    def read(self, now_s: float, step_ratio: float | None = None) -> dict[str, float]:
+    def read(self, now_s: float) -> dict[str, float]:
         """The signals that can be read now. `now_s`: on a clock that never goes back."""
         found: dict[str, float] = {}
         counters: dict[str, float] = {}
@@ -77,8 +76,6 @@ class Sampler:
         _add_counter(counters, "disk.errors", self._disk_errors, lambda told: int(told, 16))
         for name, paths in self._net.items():
             _add_counter(counters, name, paths, int)
-        if step_ratio is not None:
-            found["step.ratio"] = step_ratio
         if self._gpus is not None:
             gauges, more = self._gpus.read()
             found.update(gauges)

@@ -20,7 +20,7 @@ from ckpt.predict.hazard import Array, Hazard, fit
 from ckpt.predict.scoring import WINDOW_S
 
 PERIOD_S = 5.0  # between two readings
-FAMILIES = ("memory", "io", "cpu", "ecc", "disk", "net", "step", "gpu")
+FAMILIES = ("memory", "io", "cpu", "ecc", "disk", "net", "gpu")
 HAZARD, MODEL = "hazard", "model"
 SOURCES = (*FAMILIES, HAZARD, MODEL)
 
@@ -39,7 +39,6 @@ DEVIATION_MIN = {
     "disk": 0.02,
     "net.drops": 1.0,
     "net": 0.1,
-    "step": 0.02,
     "gpu.temperature": 1.0,
     "gpu.throttled": 0.1,
     "gpu": 0.02,

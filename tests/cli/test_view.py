@@ -59,7 +59,6 @@ JOB: dict[str, Any] = {
     },
     "notices": {
         "standing": [{"left_s": 25.0, "certain": True, "source": "aws", "key": "spot", "nodes": [""]}],
-        "course": "commit",
         "needs_s": 12.0,
     },
 }
@@ -217,7 +216,7 @@ def test_a_notice_to_another_node_is_not_said_to_be_one_to_this_machine() -> Non
     nodes = {two: "node gpu-2 (ranks 4-7)"}
     notices = {**JOB["notices"], "standing": standing}
     text = view.text({**STATUS, "nodes": nodes, "job": {**JOB, "notices": notices}}, 200)
-    assert "node gpu-2 (ranks 4-7) goes away in 25 s (aws spot); course" in text
+    assert "node gpu-2 (ranks 4-7) goes away in 25 s (aws spot); 12 s are needed" in text
     assert " node gpu-2 (ranks 4-7) goes away in 25 s (signal SIGTERM)" in text
     assert "this machine, node gpu-2 (ranks 4-7) go away in 25 s (signal SIGTERM)" in text
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 
 from ckpt.errors import UsageError
-from ckpt.placement.groups import loss_probability
 
 ENUMERATED_MAX = 20  # units; 2 ** 20 sets
 
@@ -65,28 +64,6 @@ def survival_enumerated(
     one node, or all nodes of a domain."""
     sets = list(itertools.combinations(units, lost))
     return Fraction(sum(survives(frozenset(itertools.chain(*chosen))) for chosen in sets), len(sets))
-
-
-def loss(groups: Sequence[tuple[Sequence[float], int]]) -> float:
-    """The probability that some group loses state, where each node is lost with its own probability, independently.
-    A group: its nodes' probabilities, and how many of them may be lost. The number of lost nodes of a group is
-    Poisson-binomial; its distribution is the product of (1 - q + q x)."""
-    kept = 1.0
-    for risks, survives in groups:
-        kept *= 1 - loss_probability(risks, survives)
-    return 1 - kept
-
-
-def loss_enumerated(survives: Callable[[Collection[str]], bool], risks: Mapping[str, float]) -> float:
-    """The same for anything, by asking about every set of nodes. Errors: UsageError above ENUMERATED_MAX nodes."""
-    _few(len(risks))
-    names = sorted(risks)
-    chances = []
-    for lost in itertools.product((False, True), repeat=len(names)):
-        if not survives(frozenset(itertools.compress(names, lost))):
-            pairs = zip(names, lost, strict=True)
-            chances.append(math.prod(risks[name] if gone else 1 - risks[name] for name, gone in pairs))
-    return math.fsum(chances)
 
 
 def pairs_mttdl_s(nodes: int, failures_per_s: float, protect_s: float) -> float:

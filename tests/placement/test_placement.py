@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from ckpt.errors import UsageError
 from ckpt.placement.groups import PlacementNode, group_nodes
 from ckpt.placement.parity_placement import ParityGroup
-from ckpt.placement.placement import GENERATIONS, Parity, Placement, Replicas, place, place_sparing
+from ckpt.placement.placement import GENERATIONS, Parity, Placement, Replicas, place
 from ckpt.placement.stripes import plan_stripes
 
 PAGE = 4096
@@ -47,7 +46,7 @@ def members(placement: Placement) -> list[tuple[str, ...]]:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> list[PlacementNode]:
-    """Any nodes: some without state, room or domains, some memory-only; equal or unequal risks and links."""
+    """Any nodes: some without state, room or domains, some memory-only; equal or unequal links."""
     count = draw(st.integers(1, 9))
     depth = draw(st.integers(0, 2))
     unequal = draw(st.booleans())
@@ -60,7 +59,6 @@ def jobs(draw: st.DrawFn) -> list[PlacementNode]:
                 draw(st.sampled_from((0, 1, PAGE, 3 * PAGE + 5, STATE))) if trains else 0,
                 draw(st.sampled_from((0, 3 * PAGE, 2 * STATE, 5 * STATE, AMPLE))),
                 tuple(draw(st.sampled_from("abc")) for _ in range(draw(st.integers(0, depth)))),
-                risk=draw(st.sampled_from((None, 0.0, 0.01, 0.3, 1.0))) if unequal else None,
                 up_bytes_s=draw(st.sampled_from((None, 1e6, 1e9))) if unequal else None,
                 down_bytes_s=draw(st.sampled_from((None, 1e6, 1e9))) if unequal else None,
                 has_state=trains,
@@ -155,7 +153,7 @@ def test_groups_of_equal_sizes_get_no_more_of_a_domain_than_its_share(labels, co
     if not labels:
         return
     nodes = [trainer(f"n{i:02d}", label, f"{label}{rng.randrange(2)}") for i, label in enumerate(labels)]
-    found = group_nodes(nodes, [len(nodes) // count] * count, 1)
+    found = group_nodes(nodes, [len(nodes) // count] * count)
     by_id = {node.id: node for node in nodes}
     for level in range(2):
         for domain in {node.domain(level) for node in nodes}:
@@ -182,7 +180,7 @@ def test_groups_of_unequal_sizes_share_as_few_domains_as_the_best_of_all_arrange
     for _ in range(3):
         nodes = [trainer(f"n{i}", rng.choice("ab"), rng.choice("xy")) for i in range(sum(sizes))]
         by_id = {node.id: node for node in nodes}
-        found = group_nodes(nodes, list(sizes), 1)
+        found = group_nodes(nodes, list(sizes))
         assert pairs_alike([[by_id[id] for id in group] for group in found]) == brute_force(nodes, list(sizes))
 
 
@@ -208,8 +206,8 @@ def test_a_domain_whose_loss_would_lose_state_is_named():
 
 
 def test_a_copy_is_kept_in_the_stable_market_where_there_is_one():
-    spot = [trainer(f"spot{i}", f"pool{i // 4}", risk=0.2) for i in range(8)]
-    stable = [memory_only(f"stable{i}", "on-demand", risk=0.001) for i in range(2)]
+    spot = [trainer(f"spot{i}", f"pool{i // 4}") for i in range(8)]
+    stable = [memory_only(f"stable{i}", "on-demand") for i in range(2)]
     placement = place(spot + stable, Parity(4, 1))
     assert all(any(id.startswith("stable") for id in group.members) for group in placement.groups)
     pairs = place([*spot[:2], *stable], Replicas(1))
@@ -220,20 +218,6 @@ def by_first_domain(placement: Placement, nodes: list[PlacementNode]) -> set[tup
     """Which domains are combined in groups."""
     domain = {node.id: node.domains[0] for node in nodes}
     return {tuple(sorted(domain[id] for id in group)) for group in members(placement)}
-
-
-def test_the_riskiest_pool_is_paired_with_the_safest_and_in_it_the_riskiest_node_with_the_safest():
-    risks = {"a": (0.30, 0.31), "b": (0.01, 0.02), "c": (0.20, 0.21), "d": (0.10, 0.11)}
-    nodes = [trainer(f"{pool}{i}", pool, risk=risk) for pool, pair in risks.items() for i, risk in enumerate(pair)]
-    placement = place(nodes, Replicas(1))
-    assert by_first_domain(placement, nodes) == {("a", "b"), ("c", "d")}
-    assert set(members(placement)) == {("a0", "b1"), ("a1", "b0"), ("c0", "d1"), ("c1", "d0")}
-
-
-def test_whole_domains_stay_paired_though_mixing_them_would_suit_the_risks_of_nodes():
-    risks = {"a": (0.4, 0.35), "b": (0.01, 0.3), "c": (0.02, 0.25), "d": (0.05, 0.1)}
-    nodes = [trainer(f"{rack}{i}", rack, risk=risk) for rack, pair in risks.items() for i, risk in enumerate(pair)]
-    assert len(by_first_domain(place(nodes, Replicas(1)), nodes)) == 2
 
 
 def test_memory_only_nodes_are_in_different_groups():
@@ -285,20 +269,6 @@ def test_of_all_pairings_that_is_made_whose_slowest_transfer_is_the_quickest(cou
         assert slowest(made) == pytest.approx(min(map(slowest, pairings(list(by_id)))))
 
 
-@pytest.mark.parametrize("count", [4, 6, 8])
-def test_of_all_pairings_that_is_made_which_is_the_least_likely_to_lose_anything(count: int, seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(20):
-        risks = {f"n{i}": rng.choice((0.001, 0.01, 0.02, 0.05, 0.1, 0.3)) for i in range(count)}
-        nodes = [trainer(name, risk=risk) for name, risk in risks.items()]
-
-        def survives(pairs: Iterable[tuple[str, ...]], risks: dict[str, float] = risks) -> float:
-            return math.prod(1 - risks[a] * risks[b] for a, b in pairs)
-
-        made = members(place(nodes, Replicas(1)))
-        assert survives(made) == pytest.approx(max(map(survives, pairings(list(risks)))), abs=1e-12)
-
-
 # -- any number of nodes, little room
 
 
@@ -322,9 +292,9 @@ def test_memory_only_nodes_that_lend_enough_keep_everything_and_survive_all_that
     assert place(nodes, Replicas(n), placement) == placement
 
 
-def test_the_safest_of_those_that_lend_enough_keeps_everything_and_one_beside_a_trainer_does_not():
-    nodes = [*many(2, "spot"), memory_only("a", "spot"), memory_only("b", risk=0.2), memory_only("c", risk=0.1)]
-    assert set(holders(place(nodes, Replicas(1))).values()) == {("c",)}
+def test_one_of_those_that_lend_enough_keeps_everything_and_one_beside_a_trainer_does_not():
+    nodes = [*many(2, "spot"), memory_only("a", "spot"), memory_only("b"), memory_only("c")]
+    assert set(holders(place(nodes, Replicas(1))).values()) == {("b",)}
     assert set(holders(place(nodes[:3], Replicas(1))).values()) <= {("a",), ("n00",), ("n01",)}
     beside = [trainer("t", "x"), trainer("u", "y"), memory_only("m", "x")]
     placement = place(beside, Replicas(1))
@@ -470,100 +440,6 @@ def test_a_node_that_is_replaced_by_another_of_its_rack_changes_one_group():
             assert gone.id in changed.pop()
 
 
-def test_the_same_nodes_stay_where_they_are_though_risks_have_changed():
-    before = place([trainer(f"n{i}", risk=0.1 * i) for i in range(8)], Replicas(1))
-    assert members(place([trainer(f"n{i}", risk=0.7 - 0.1 * i * i / 8) for i in range(8)], Replicas(1), before)) == (
-        members(before)
-    )
-
-
-@pytest.mark.parametrize("copies", [1, 2, 3])
-@pytest.mark.parametrize("count", range(2, 9))
-def test_a_node_that_is_spared_keeps_nothing_wherever_the_others_are_enough(count: int, copies: int) -> None:
-    """All sets of up to two nodes, one after the other."""
-    nodes, option = many(count), Replicas(copies)
-    before = place(nodes, option)
-    for pair in itertools.product(nodes, repeat=2):
-        spared = list(dict.fromkeys(node.id for node in pair))
-        found = place_sparing(nodes, option, spared, before)
-        assert found == place_sparing(nodes, option, spared, found), "it stays so"
-        keeps = {load.node: load.keeps_bytes for load in found.loads}
-        assert [keeps[id] == 0 for id in spared] == [count - n > copies for n in range(1, len(spared) + 1)]
-        for gone in itertools.combinations(keeps, min(copies, count - 1)):
-            assert not found.lost_nodes(gone)
-        before = found
-    assert holders(place_sparing(nodes, option, [], None)) == holders(place(nodes, option))
-
-
-@settings(max_examples=200)
-@given(jobs(), options, st.data())
-def test_sparing_nodes_is_as_sound_and_leaves_no_state_less_safe(nodes, option, data) -> None:
-    spared = data.draw(st.lists(st.sampled_from([node.id for node in nodes]), unique=True, max_size=4))
-    usual, found = place(nodes, option), place_sparing(nodes, option, spared)
-    is_sound(nodes, found, option)
-    is_as_safe(nodes, found, usual, spared)
-
-
-def is_as_safe(nodes: list[PlacementNode], found: Placement, usual: Placement, spared: Sequence[str]) -> None:
-    """Whatever is likely to be lost at once: any few nodes, a domain, the spared ones."""
-    assert all(
-        a.losses_max >= b.losses_max for a, b in zip(found.protected_states, usual.protected_states, strict=True)
-    )
-    paths = {node.domains[:depth] for node in nodes for depth in range(1, len(node.domains) + 1)}
-    for path in paths:
-        inside = [node.id for node in nodes if node.domains[: len(path)] == path]
-        if len(inside) < len(nodes):  # where nobody is left nothing is
-            assert found.lost_nodes(inside) <= usual.lost_nodes(inside), path
-    assert found.lost_nodes(spared) <= usual.lost_nodes(spared)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_sparing_nodes_loses_no_more_with_a_rack_where_memory_is_short(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(60):
-        nodes = [
-            trainer(
-                f"n{i}",
-                f"r{rng.randrange(3)}",
-                nbytes=rng.choice((1, 1, 2)) * PAGE,
-                lend=rng.choice((0, 1, 2, 2, 3, 4, 99)) * GENERATIONS * PAGE,
-            )
-            for i in range(rng.randint(2, 8))
-        ]
-        spared = rng.sample([node.id for node in nodes], rng.randint(1, len(nodes)))
-        option = Replicas(rng.randint(1, 3))
-        usual, found = place(nodes, option), place_sparing(nodes, option, spared)
-        is_sound(nodes, found, option)
-        is_as_safe(nodes, found, usual, spared)
-
-
-@pytest.mark.parametrize("copies", [1, 2, 3])
-@pytest.mark.parametrize("count", range(2, 9))
-def test_any_nodes_may_be_said_to_fail_soon_at_once(count: int, copies: int) -> None:
-    """All sets of them. All keep nothing where the others are enough; then their own states have copies on others
-    only, and all is as it was once nothing is said any more."""
-    nodes, option = many(count), Replicas(copies)
-    usual = place(nodes, option)
-    for spared in itertools.chain(*(itertools.combinations([n.id for n in nodes], r) for r in range(1, count))):
-        found = place_sparing(nodes, option, spared)
-        assert found == place_sparing(nodes[::-1], option, spared), "it is the same on all agents"
-        assert found == place_sparing(nodes, option, spared, found), "it stays so"
-        is_sound(nodes, found, option)
-        is_as_safe(nodes, found, usual, spared)
-        keepers = set(itertools.chain(*holders(found).values()))
-        assert keepers.isdisjoint(spared) or count - len(spared) <= copies
-    assert place_sparing(nodes, option, []) == usual
-
-
-def test_no_node_is_spared_for_which_the_others_have_no_room() -> None:
-    nodes = [trainer(name, lend=GENERATIONS * STATE) for name in "abcd"]
-    assert place_sparing(nodes, Replicas(1), ["a"]) == place(nodes, Replicas(1))
-    nodes[3] = replace(nodes[3], lend_bytes=2 * GENERATIONS * STATE)
-    assert {
-        kept.node for kept in place_sparing(nodes, Replicas(1), ["a"]).protected_states if "a" in kept.holders
-    } == set()
-
-
 def test_a_node_more_or_less_changes_as_many_groups_as_change_size():
     before = place(many(12), Replicas(1))
     less = place(many(11), Replicas(1), before)
@@ -608,13 +484,11 @@ def test_groups_are_made_anew_where_mending_them_takes_too_many_swaps():
         lambda: PlacementNode("a", -1),
         lambda: PlacementNode("a", 0, -1),
         lambda: PlacementNode("a", 1, has_state=False),
-        lambda: PlacementNode("a", risk=1.5),
-        lambda: PlacementNode("a", risk=float("nan")),
         lambda: PlacementNode("a", up_bytes_s=0),
         lambda: PlacementNode("a", down_bytes_s=float("nan")),
         lambda: place([PlacementNode("a"), PlacementNode("a")], Replicas(1)),
         lambda: place([PlacementNode("a")], Replicas(1), generations=0),
-        lambda: group_nodes([PlacementNode("a")], [2], 1),
+        lambda: group_nodes([PlacementNode("a")], [2]),
     ],
 )
 def test_a_wrong_option_or_node_is_refused(make):

@@ -13,8 +13,6 @@ from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Parity, Placement, Replicas, place
 from tests.placement.survival import (
     group_ways,
-    loss,
-    loss_enumerated,
     mixed_ways,
     pairs_mttdl_s,
     ring_ways,
@@ -91,15 +89,6 @@ def test_whole_domains_are_paired_and_outlive_any_one_domain_and_two_thirds_of_t
     assert placement.exposed_domains == ()
 
 
-def test_the_riskiest_are_paired_with_the_safest():
-    risks = [0.01, 0.02, 0.05, 0.10]
-    assert loss([([0.01, 0.10], 1), ([0.02, 0.05], 1)]) == pytest.approx(0.001999, abs=1e-9)
-    assert loss([([0.01, 0.02], 1), ([0.05, 0.10], 1)]) == pytest.approx(0.005199, abs=1e-9)
-    placement = place(nodes(4, risk=risks), Replicas(1))
-    chances = {f"n{i:02d}": risk for i, risk in enumerate(risks)}
-    assert loss_enumerated(lambda gone: not placement.lost_nodes(gone), chances) == pytest.approx(0.001999, abs=1e-9)
-
-
 def test_pairs_that_are_protected_again_in_two_minutes_last_67_hours():
     assert pairs_mttdl_s(16, 1 / (6 * 3600), 120) / 3600 == pytest.approx(67.5)
 
@@ -115,9 +104,6 @@ def test_the_polynomial_and_enumeration_agree(groups, data):
 
     exact = survival([group_ways(*group) for group in groups], lost)
     assert exact == survival_enumerated(survives, [[name] for name in every], lost)
-    risks = {name: data.draw(st.floats(0, 1)) for name in every}
-    by_group = [([risks[name] for name in group], most) for group, (_, most) in zip(names, groups, strict=True)]
-    assert loss(by_group) == pytest.approx(loss_enumerated(survives, risks), abs=1e-12)
 
 
 def test_what_cannot_be_asked_is_refused():

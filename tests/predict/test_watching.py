@@ -65,8 +65,8 @@ def test_the_sources_are_those_of_which_there_is_a_signal(seed: int) -> None:
     assert node.watch.sources == ()
     node.run(1)
     assert node.watch.sources == ("memory", "io", "ecc", "net", "hazard")
-    node.watch.add_reading(1e6, {"unknown.thing": 1.0, "step.ratio": 1.0})
-    assert node.watch.sources == ("memory", "io", "ecc", "net", "step", "hazard")
+    node.watch.add_reading(1e6, {"unknown.thing": 1.0, "disk.errors": 1.0})
+    assert node.watch.sources == ("memory", "io", "ecc", "disk", "net", "hazard")
     assert {name.partition(".")[0] for name in DEVIATION_MIN} == set(FAMILIES)
     assert all(_min_deviation(f"{family}.x") > 0 for family in FAMILIES)
 

@@ -504,7 +504,8 @@ def test_what_a_start_goes_on_from_is_shown_to_be_safe_once_it_has_its_copies_ag
     with living(0) as world:
         life = Life(world, 0, replace(read_settings(), notices="off"))
         life.nodes, life.refuses, life.lender, life.fabric.frame_s = [0, 1, 2], True, None, 1.0
-        life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 5, "seconds": None}}
+        # A node is lost, and then what an agent kept.
+        life.options |= {"peers": {"replicas": 1 + again}, "policy": {"steps": 5, "seconds": None}}
 
         def run() -> Counter[str]:
             job = SimJob(life.fabric, (0, 1, 2), life.key, life.options)

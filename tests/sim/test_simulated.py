@@ -37,7 +37,6 @@ def real_traffic(patch: pytest.MonkeyPatch) -> Traffic:
         if 0 in (channel.agent.number, channel.far.agent.number) and fields["t"] not in (
             "keep-connection",
             "signals",
-            "step-time-ratio",
         ):
             traffic.count(fields, framing.make_payloads(fields, blobs))
         send(channel, fields, blobs)

@@ -1,9 +1,7 @@
 """The alarms of one agent: a job's coordinator scores them by their outcomes, and acts on those of proven sources.
 
-While an alarm of a proven source stands, an extra checkpoint is appointed and committed whenever enough work is at risk
-to pay for it (`policy.with_predictions`); no rank leaves. The node's risk goes into the next placement: the node keeps
-no replicas for others if that leaves no state less safe. The share of failures that is predicted goes into the save
-intervals. An unproven source changes nothing.
+A standing alarm of a proven source is an uncertain notice to the job: it costs one extra checkpoint, and no rank
+leaves. The share of failures that is predicted goes into the save intervals. An unproven source changes nothing.
 
 A failure is the first rank of an epoch that dies or raises before the job's end and without a notice: later deaths are
 its consequences. If a whole node is cut off, the failure is that node's. Main thread only.
@@ -14,10 +12,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.adaptive.signal_reader import SignalReader
+from ckpt.agent.preemption.notice_relay import StandingNotice, node_key
+from ckpt.agent.preemption.preemption import NOTICES_MAX
 from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.state.job_facts import REJOIN_S
@@ -25,12 +24,12 @@ from ckpt.agent.state.rank_presence import Presence
 from ckpt.errors import AgentError
 from ckpt.events import Events
 from ckpt.policy.known import PRIORS_ONLY
-from ckpt.policy.predicted import Predicted, with_predictions
 from ckpt.predict.outcomes import Outcomes
-from ckpt.predict.scoring import Score
-from ckpt.predict.step_ratio import StepRatios
+from ckpt.predict.scoring import WINDOW_S, Score
+from ckpt.predict.signal_reader import SignalReader
 from ckpt.predict.watching import PERIOD_S, SOURCES, Alarm
 from ckpt.settings import Settings
+from ckpt.storage.names import redact_url
 from ckpt.types import OWN_NODE, Epoch
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ log = logging.getLogger("ckpt")
 
 ERROR_PAUSE_S = 600.0  # how long predictions rest after an internal error
 SETTLE_S = 5.0  # from the first sign of a failure until the failed node is decided
+NOTICE_SOURCE = "prediction"  # of the notices that alarms become
 Raised = Sequence[tuple[str, float | None]]  # (source, the probability that it states)
 
 
@@ -50,22 +50,16 @@ class Alarms:
 
     def __init__(self, settings: Settings, url: str, server: EventLoop, events: Events) -> None:
         self.outcomes = Outcomes()
-        self.signal_reader = SignalReader(settings, url, server.post, self._on_local_signals, events)
+        self.signal_reader = SignalReader(settings, redact_url(url), server.post, self._on_local_signals, events)
         self._events = events
         self._internal_error_s = -math.inf  # time of the last internal error
         self._job: Job | None = None  # the job that trains and is coordinated here
         self._followed_job: FollowerJob | None = None  # the job that trains and is coordinated elsewhere
-        self._began_s = 0.0
         self._failed_epoch: Epoch | None = None  # the epoch whose failure was counted
         self._pending_failure: tuple[float, str] | None = (
             None  # a failure not counted yet: its time, and its likely node
         )
         self._due_s = 0.0
-        self._step_ratios = StepRatios()
-        self._applied_score: tuple[float, float] = (
-            0.0,
-            1.0,
-        )  # the recall and precision that the intervals were chosen by
 
     def close(self) -> None:
         self.signal_reader.close()
@@ -78,6 +72,7 @@ class Alarms:
         """Adds the scores of an earlier run, as its record has them; malformed ones are skipped."""
         scores = {str(name): Score.from_numbers(numbers) for name, numbers in sources.items()}
         self.outcomes.inherit({name: score for name, score in scores.items() if score is not None})
+        self._due_s = -math.inf
 
     def table(self) -> dict[str, Any]:
         """For `ckpt watch`."""
@@ -108,11 +103,10 @@ class Alarms:
         if self._job is None or now_s < self._due_s:
             return None if self._job is None or self._due_s == math.inf else self._due_s
         self.outcomes.advance_time(now_s)
-        self._send_step_ratios(self._job, now_s)
-        self._act_on_alarms(self._job, now_s)
         proven = self.outcomes.proven_scores()
-        more = any(source in proven for _, source in self.outcomes.standing_alarms())
-        again_s = now_s + PERIOD_S if more or self._pending_failure or len(self._job.nodes) > 1 else math.inf
+        self._update_notices(self._job, proven, now_s)
+        self._update_intervals(self._job, proven)
+        again_s = now_s + PERIOD_S if self._pending_failure else math.inf
         self._due_s = min(again_s, self.outcomes.next_expiry_s())
         return None if self._due_s == math.inf else self._due_s
 
@@ -121,16 +115,6 @@ class Alarms:
         sources, alarms = _parse_sources(fields.get("sources")), _parse_alarms(fields.get("alarms"))
         if job is self._job:
             self._record_alarms(job, node, sources, alarms)
-
-    def on_coordinator_message(self, kind: str, fields: dict[str, Any]) -> None:
-        """The coordinator of a followed job tells that this node failed, or its step-time ratio. Errors: AgentError."""
-        if kind == "node-failed":
-            self.signal_reader.record_failure(time.monotonic())
-            return
-        ratio = fields.get("ratio")
-        if not isinstance(ratio, float) or not 0 < ratio < 1e6:
-            raise AgentError("the coordinator tells a pace that is none")
-        self.signal_reader.step_ratio = ratio
 
     # -- small steps
 
@@ -151,13 +135,10 @@ class Alarms:
                 self.outcomes.stop_watching(now_s)
             self.signal_reader.request_report()
             self._pending_failure = None
-            self._job, self._began_s, self._due_s, self._applied_score = job, now_s, now_s, (0.0, 1.0)
-            self._step_ratios = StepRatios()
+            self._job, self._due_s = job, now_s
         training = [each for each in followed_jobs if each.is_needed and each.is_training]
         self._followed_job = training[-1] if training and job is None else None
         self.signal_reader.set_reading(job is not None or self._followed_job is not None)
-        if not training:
-            self.signal_reader.step_ratio = self.signal_reader.step_ratio if job is not None else None
 
     def _record_alarms(self, job: Job, node: str, sources: Sequence[str], alarms: Raised) -> None:
         now_s = time.monotonic()
@@ -215,77 +196,44 @@ class Alarms:
         return now_s, job.ranks.node_of(bad.rank) if isinstance(job.ranks, AllShares) else OWN_NODE
 
     def _count_failure(self, job: Job, node: str, at_s: float) -> None:
-        self.outcomes.record_failure(node, at_s, self._replication_lead_s(job))
+        # Seconds from an alarm until the state is replicated, or stored.
+        group, known = job.scheduler, job.cost_model.measurements if job.cost_model is not None else PRIORS_ONLY
+        needed_s = group.expected_save_s(known.replication.mean if group.is_placement_complete else None)
+        self.outcomes.record_failure(node, at_s, needed_s)
         if node == OWN_NODE:
             self.signal_reader.record_failure(at_s)
         else:
             job.share_of(node).notify({"t": "node-failed"})
 
-    def _replication_lead_s(self, job: Job) -> float:
-        """Seconds from an alarm until the state is replicated or stored."""
-        group, known = job.scheduler, job.cost_model.measurements if job.cost_model is not None else PRIORS_ONLY
-        copied_s = known.replication.mean if group.is_placement_complete else None
-        return group.protected_within_s(copied_s)
+    def _update_notices(self, job: Job, proven: Mapping[str, Score], now_s: float) -> None:
+        """Gives the job a notice for each standing alarm of a proven source, and takes back the notices of others."""
+        notices = job.scheduler.notices
+        stands = {
+            (NOTICE_SOURCE, node_key(source, node)): (node, since_s)
+            for (node, source), since_s in self.outcomes.standing_alarms().items()
+            if source in proven
+        }
+        for name in [name for name in notices if name[0] == NOTICE_SOURCE and name not in stands]:
+            job.scheduler.withdraw_notice(*name)
+        for name, (node, since_s) in stands.items():
+            if name not in notices and len(notices) < NOTICES_MAX:
+                told = StandingNotice(*name, since_s + WINDOW_S, now_s, certain=False, nodes=frozenset({node}))
+                job.scheduler.add_notice(told)
 
-    def _send_step_ratios(self, job: Job, now_s: float) -> None:
-        """Tells each node the ratio of its step time to the median of the others'."""
-        ranks = job.ranks
-        if not isinstance(ranks, AllShares):
-            return
-        slowest: dict[str, int] = {}
-        for rank, step in enumerate(ranks.steps()):
-            node = ranks.node_of(rank)
-            slowest[node] = min(step, slowest.get(node, step))
-        for node, ratio in self._step_ratios.add_steps(now_s, slowest).items():
-            if node == OWN_NODE:
-                self.signal_reader.step_ratio = ratio
-            else:
-                job.share_of(node).notify({"t": "step-time-ratio", "ratio": ratio})
-
-    def _act_on_alarms(self, job: Job, now_s: float) -> None:
-        proven = self.outcomes.proven_scores()
-        self._choose_intervals(job, proven)
-        if job.replication_manager is not None:
-            names = {node: node or job.nodes[0].name for node in (OWN_NODE, *_other_nodes(job))}
-            risks = {names[node]: risk for node, risk in self.outcomes.risks(names).items()}
-            if job.replication_manager.update_risks(risks):
-                job.replan_placement()
-        standing = {source for _, source in self.outcomes.standing_alarms() if source in proven}
-        above_s = min((self._evaluate_score(job, proven[each]).act_above_s for each in standing), default=math.inf)
-        unsafe_s = now_s - max(job.scheduler.protected_since_s, self._began_s)
-        if unsafe_s >= above_s and not job.scheduler.is_extra_pending:
-            text = f"one checkpoint more: {unsafe_s:.0f} s of work are on this node alone, and a failure is predicted"
-            job.emit("prediction.acted", text, data={"unsafe_s": unsafe_s, "act_above_s": above_s})
-            job.scheduler.request_extra()
-
-    def _choose_intervals(self, job: Job, proven: dict[str, Score]) -> None:
-        """Chooses the save intervals by the one proven source that wastes the least time."""
+    def _update_intervals(self, job: Job, proven: Mapping[str, Score]) -> None:
+        """Chooses the save intervals by the proven source that predicts most failures."""
         learning = job.cost_model
         if learning is None:
             return
-        best = min(proven.values(), key=lambda score: self._evaluate_score(job, score).waste, default=None)
+        best = max(proven.values(), key=lambda score: score.recall, default=None)
         used = (best.recall, best.precision) if best is not None else (0.0, 1.0)
-        if used != self._applied_score:
-            self._applied_score = used
+        if used != (learning.measurements.recall, learning.measurements.precision):
             learning.measurements = learning.measurements.with_predictor(*used)
             job.apply_cost_model()
-
-    def _evaluate_score(self, job: Job, score: Score) -> Predicted:
-        """The cost and the benefit of acting on alarms with that score, from measured times."""
-        known = job.cost_model.measurements if job.cost_model is not None else PRIORS_ONLY
-        replicates = job.scheduler.is_placement_complete
-        m = known.level_costs(max(1, len(job.nodes)), replicates)
-        cost_s = m.snapshot_stall_s + (0.0 if replicates else m.commit_cost_s)
-        mtbf_s = 1 / (m.memory_rate + m.store_rate)
-        return with_predictions(m.snapshot_stall_s, mtbf_s, m.local_recovery_s, cost_s, score.recall, score.precision)
 
 
 def _is_over(job: Job) -> bool:
     return job.scheduler.all_gone or bool(job.scheduler.superseded_by)
-
-
-def _other_nodes(job: Job) -> list[str]:
-    return list(job.ranks.remote_shares) if isinstance(job.ranks, AllShares) else []
 
 
 def _disconnected_nodes(job: Job) -> dict[str, float]:

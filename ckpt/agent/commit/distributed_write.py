@@ -106,16 +106,12 @@ class DistributedWrite:
         later: Callable[[float, Callable[[], None]], None],
         margin_s: float,
         clock: Clock | None = None,
-        spared: frozenset[str] = frozenset(),
         safe: Callable[[], bool | None] = lambda: True,
     ) -> None:
-        """`spared`: nodes that may be gone before they have written anything; holders of their replicas are asked
-        first.
-
-        `safe`: True if all replicas or parity are in place; None: they are on their way. Until it is True, no slow
+        """`safe`: True if all replicas or parity are in place; None: they are on their way. Until it is True, no slow
         node's part goes to another node, since that one may have no replica yet. While it is None, nodes that failed
         are asked once more."""
-        self._leaving_nodes, self._is_replicated = spared, safe
+        self._is_replicated = safe
         self._checkpoint, self._options = checkpoint, options
         self._ranks_by_node, self._find_providers, self._request_write, self._post = ranks, others, ask, post
         self._call_later, self._margin_s, self._clock = later, margin_s, clock or SystemClock()
@@ -177,18 +173,7 @@ class DistributedWrite:
                 part.future.set_exception(AgentError(why))
 
     def _begin_part(self, part: _Part) -> None:
-        if self._is_over:
-            return
-        spared = part.owner in self._leaving_nodes and self._is_replicated()
-        others = (
-            [name for name in self._available_nodes(part, slow=False) if name not in self._leaving_nodes]
-            if spared
-            else []
-        )
-        if others:
-            part.next_nodes = [*others[1:], part.owner]
-            self._assign_part(part, others[0])
-        else:
+        if not self._is_over:
             self._assign_part(part, part.owner)
 
     def _assign_part(self, part: _Part, name: str) -> None:

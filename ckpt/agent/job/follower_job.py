@@ -22,8 +22,7 @@ from ckpt.agent.job.job_context import send_event
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.progress import ProgressReport
-from ckpt.agent.preemption.deadline_strategy import ExitTiming
-from ckpt.agent.preemption.notice_relay import RelayedNotice
+from ckpt.agent.preemption.notice_relay import ExitTiming, RelayedNotice
 from ckpt.agent.restore.peer_source import PeerSource
 from ckpt.agent.restore.restore_session import RestoreSession, decode_request, kind_of
 from ckpt.agent.restore.shared_read import SharedRead

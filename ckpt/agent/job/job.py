@@ -14,8 +14,7 @@ from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.commit.store_client import options_from, policy_from
 from ckpt.agent.job.agent_restart import AgentRestart
 from ckpt.agent.job.job_context import RankConnection, Services
-from ckpt.agent.preemption.deadline_strategy import ExitTiming
-from ckpt.agent.preemption.notice_relay import StandingNotice, strip_node
+from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice, strip_node
 from ckpt.agent.preemption.preemption import NOTICES_MAX
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.rereplicate import Rereplication
@@ -534,7 +533,6 @@ class Job(AgentRestart):
                 }
                 for each in sorted(group.notices.values(), key=lambda each: each.deadline_s)
             ],
-            "course": group.course.value,
             "needs_s": round(group.lead_time_s, 1),
             "step_s": round(group.step_timing.boundary_interval_s, 4),
         }

@@ -104,13 +104,9 @@ class JobCommits(JobContext):
 
         server, margin_s = self._services.server, self._services.heartbeat_s
         ask = functools.partial(self._request_part_write, checkpoint.arenas)
-        # Without this node: once it is gone, nothing waits for any part.
-        spared = self.scheduler.delegated_nodes - {""}
         services = ask, server.post, server.call_later, margin_s
         ranks = nodes.ranks_by_node
-        self._distributed_write = DistributedWrite(
-            checkpoint, self.options, ranks, others, *services, spared=spared, safe=safe
-        )
+        self._distributed_write = DistributedWrite(checkpoint, self.options, ranks, others, *services, safe=safe)
         return self._distributed_write
 
     def abandon_commit(self) -> None:
@@ -194,6 +190,9 @@ class JobCommits(JobContext):
 
     def _on_commit_done(self, slot: int, identity: Identity, done: Future[Committed]) -> None:
         error = failure(done)
+        is_cancelled = self._cancel is not None and self._cancel.is_set()
+        if error and is_cancelled:
+            error = "it was given up for that of the last step, which would have come too late"
         self._announce_commit(None)
         if isinstance(done.exception(), Superseded):
             self.supersede(error)
@@ -207,18 +206,12 @@ class JobCommits(JobContext):
             took = None if error else (done.result().seconds, done.result().stored_bytes)
             self.cost_model.record_commit_end(self._hindmost_entered_s(), self.ranks.slowest_step(), took)
             self.apply_cost_model()
-        attempt = self.scheduler.slots[slot].attempt
-        if error and attempt is not None and attempt.yield_reason:
-            self.emit(
-                "commit.given_up", f"step {identity.version.step} was not committed: {attempt.yield_reason}", True
-            )
-            return
         if error:
             self._services.account.record_commit_failure()
             self.emit("commit.failed", f"step {identity.version.step} was not committed: {error}", True)
         if not error and self._exports is not None:
             self._exports.note_commit(identity)
-        if not error or _may_be_full(done.exception()):
+        if not error or (not is_cancelled and _may_be_full(done.exception())):
             self._prune()
 
     def _set_up_exports(self, rule: ExportRule | None) -> None:

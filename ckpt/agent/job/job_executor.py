@@ -81,7 +81,7 @@ class JobExecutor(JobCommits):
                 self._replicate(slot, Identity(self.epoch, version))
             case do.Commit(slot):
                 self._commit(slot)
-            case do.StopCommit():
+            case do.CancelCommit():
                 self._cancel_commit()
             case do.ClearSlot(slot):
                 self.checkpoints.pop(slot, None)

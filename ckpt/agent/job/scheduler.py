@@ -13,8 +13,7 @@ outcomes as facts. How often to save comes from state/cost_model.py. Invariants:
   failed, it stays until a newer one is committed.
 - At most one commit runs. Explicit saves, holds and the newest attempt wait their turn. An appointed attempt that a
   newer one overtakes skips the store.
-- A running commit is given up only if the last snapshot before a deadline would otherwise be stored too late. Its
-  checkpoint stays until a newer one is stored, and its commit is tried once more if the newer one fails.
+- A running commit is cancelled only if the last snapshot before a deadline would otherwise be stored too late.
 - No decision rests on a time-out alone; an observed fact is always part of it.
 """
 
@@ -24,12 +23,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt.agent.preemption.deadline_strategy import Course
 from ckpt.agent.preemption.exit_vote import ExitVote
 from ckpt.agent.state.actions import (
     Action,
     AnswerRequest,
     Assemble,
+    CancelCommit,
     ClearSlot,
     Close,
     CloseArenas,
@@ -44,7 +43,6 @@ from ckpt.agent.state.actions import (
     Replicate,
     ReportProgress,
     SetWord,
-    StopCommit,
 )
 from ckpt.agent.state.job_facts import (
     LATENCY_S,
@@ -91,7 +89,7 @@ class Scheduler(ExitVote):
         entered its step; None or empty: unknown."""
         saved = self._answered_save.version if self._answered_save is not None else None
         self.step_timing.record_progress(now_s, steps, polls, since_s, saved)
-        self._update_course(now_s, steps)
+        self._update_notices(now_s, steps)
         self._end_hopeless_waits(now_s)
         self._apply_earlier_deadline(now_s)
         self._abandon_hopeless(now_s, steps)
@@ -147,10 +145,9 @@ class Scheduler(ExitVote):
         """Decides for each open hold whether the ranks leave or go on. In this order:
 
         - A rank is dead, the ranks were told to end, or another start owns the run: leave, since the job cannot go on.
-        - The notice was withdrawn: go on; the staging continues.
+        - The notice was withdrawn, or the deadline passed: go on; the staging continues.
         - All ranks held and staged it: leave.
-        - The deadline passed, or all held but not all staged: go on, and abandon it. No rank could leave by it any
-          more."""
+        - All held but not all staged: go on, and abandon it."""
         for slot in self.slots:
             attempt = slot.attempt
             if attempt is None or not attempt.is_verdict_pending:
@@ -158,15 +155,13 @@ class Scheduler(ExitVote):
             all_held = len(attempt.held_requests) == self.world
             if self.is_lost_cause or self._is_end_ordered:
                 self._set_verdict(attempt, True, now_s)
-            elif self.course is Course.STAY:
+            elif not self.is_time_to_leave:
                 self._set_verdict(attempt, False, now_s)
             elif all_held and len(attempt.staged_ranks) == self.world:
                 self._set_verdict(attempt, True, now_s)
-            elif all_held or self.course is Course.DEADLINE_PASSED:
+            elif all_held:
                 self._set_verdict(attempt, False, now_s)
-                if slot.state is SlotState.GRANTED:
-                    why = "not every rank had staged it, or reached it before the deadline"
-                    self._abandon_attempt(slot, attempt, why, now_s)
+                self._abandon_attempt(slot, attempt, "not every rank had staged it", now_s)
 
     def _assemble_staged(self) -> None:
         for slot, attempt in self._open_attempts():
@@ -185,11 +180,7 @@ class Scheduler(ExitVote):
             attempt = slot.attempt
             if slot.state is not SlotState.COMPLETE or slot in (newest, safe) or slot.leases or attempt is None:
                 continue
-            if (
-                not attempt.is_verdict_pending
-                and not self._awaits_commit(slot)
-                and not self._may_still_be_needed(attempt)
-            ):
+            if not attempt.is_verdict_pending and not self._awaits_commit(slot):
                 if attempt.commit_state is WorkState.NEW:
                     why = "a newer one was complete before its turn"
                     self._report_level(attempt.version, "store", False, f"skipped: {why}")
@@ -231,9 +222,9 @@ class Scheduler(ExitVote):
             return
         if self.is_survey_pending and not self.division:
             return  # the placement is not known before the first division
-        if self.all_gone and not self._replicates_first(now_s):
-            return
         if newest is None or newest.attempt is None:
+            return
+        if self.all_gone and newest.attempt.reason is not SaveReason.HOLD:
             return
         peer = newest.attempt.replication_state
         more = newest.attempt.version == self.replicated_version and self._would_improve_replication
@@ -256,22 +247,14 @@ class Scheduler(ExitVote):
         self._actions.append(Replicate(newest.number, newest.attempt.number, newest.attempt.version))
 
     def _cancel_blocking_commit(self, now_s: float) -> None:
-        """Gives up the running commit if it keeps the last snapshot from being stored in time."""
-        newest, slot = self.newest_slot, self.slots[self.committing_slot] if self.committing_slot is not None else None
-        if (
-            slot is None
-            or slot.attempt is None
-            or slot.attempt.yield_reason
-            or newest is None
-            or newest.attempt is None
-        ):
+        """Cancels the running commit if it keeps the last snapshot from being stored in time."""
+        slot = self.slots[self.committing_slot] if self.committing_slot is not None else None
+        attempt = slot.attempt if slot is not None else None
+        if slot is None or attempt is None or attempt.is_commit_cancelled:
             return
         if self._delays_last_commit(slot, now_s):
-            last = newest.attempt.version.step
-            slot.attempt.yield_reason = (
-                f"its commit was given up for that of step {last}, which would have come too late"
-            )
-            self._actions.append(StopCommit(slot.number))
+            attempt.is_commit_cancelled = True
+            self._actions.append(CancelCommit())
 
     def _commit_next(self, now_s: float) -> None:
         if self.committing_slot is not None or (self.superseded_by and not self._is_orphaned):
@@ -299,11 +282,7 @@ class Scheduler(ExitVote):
             again = attempt.commit_state is WorkState.FAILED and (last or (soon and due))
             if again or (attempt.commit_state is WorkState.NEW and (no_more or self._is_commit_due(attempt, now_s))):
                 chosen = newest
-        if chosen is newest and self._replicates_first(now_s):
-            return
-        chosen = chosen or self._slot_to_recommit()
         if chosen is not None and chosen.attempt is not None:
-            chosen.attempt.yield_reason = ""
             if self._is_rank_gone():
                 chosen.attempt.is_last_try = True
             self._begin_commit(chosen, chosen.attempt, now_s)
@@ -325,10 +304,7 @@ class Scheduler(ExitVote):
             return False
         if not self._commit_interval_s or self.is_due(now_s):
             return True
-        if any(
-            version is not None and attempt.version >= version
-            for version in (self._extra_commit_version, self._near_commit_version)
-        ):
+        if self._extra_commit_version is not None and attempt.version >= self._extra_commit_version:
             return True
         late = now_s >= min(self._commit_overdue_s(), self._retry_commit_s)  # the commit whose turn it was has failed
         return late or attempt.opened_s >= self._commit_due_s()
@@ -565,11 +541,11 @@ class Scheduler(ExitVote):
         self._answer_saves(self._saved_answer(attempt))
 
     def _appoint_snapshot(self, now_s: float, steps: Sequence[int]) -> None:
-        hold, extra = self.course in (Course.HOLD, Course.REPLICATE), self._must_appoint_extra()
+        hold, extra = self.is_time_to_leave, self._must_appoint_extra()
         self._is_resumed = self._is_resumed and not all(steps)
         if self._is_at_end:
             self._withdraw_appointments(now_s, lambda _: True)
-        if hold or self.course is Course.COMMIT_NEWEST:
+        if hold:
             self._withdraw_appointments(
                 now_s, lambda r: not r.is_verdict_pending
             )  # all other appointments give way to the last one
@@ -580,12 +556,7 @@ class Scheduler(ExitVote):
         if at_polls and self._withdraw_appointments(now_s, lambda r: not r.version.sub):
             # This step's end is unknown, and no appointment was missed.
             self._extra_tries_left += self._extra_version is not None
-        if (
-            self.course is Course.COMMIT_NEWEST
-            or not self._can_appoint()
-            or self._save_requests
-            or self._open_attempts()
-        ):
+        if not self._can_appoint() or self._save_requests or self._open_attempts():
             return
         by_clock = now_s >= self._appoint_due_s
         if self._start_step is None or not (hold or extra or by_clock):
@@ -704,23 +675,9 @@ class Scheduler(ExitVote):
 
     def _must_be_stored(self, attempt: SaveAttempt) -> bool:
         """True if the attempt must reach the store even if newer ones exist. A policy-due save need not while the store
-        fails or a notice stands, since training would wait for its slot."""
-        is_spared = attempt.reason is SaveReason.DUE and (self.is_commit_failing or self.course is not Course.STAY)
+        fails or it is time to leave, since training would wait for its slot."""
+        is_spared = attempt.reason is SaveReason.DUE and (self.is_commit_failing or self.is_time_to_leave)
         return attempt.is_explicit and not is_spared
-
-    def _may_still_be_needed(self, attempt: SaveAttempt) -> bool:
-        """True if the attempt's commit was given up for a newer one that is not known to be stored yet."""
-        committed = self.committed_version
-        return bool(attempt.yield_reason) and (committed is None or committed < attempt.version)
-
-    def _slot_to_recommit(self) -> Slot | None:
-        """The slot whose commit was given up for a newer one, if that one failed and is not tried again now."""
-        newest = self.newest_slot.attempt if self.newest_slot is not None else None
-        if newest is None or newest.commit_state is not WorkState.FAILED or not newest.is_last_try:
-            return None
-        return next(
-            (slot for slot in self.slots if slot.attempt is not None and self._may_still_be_needed(slot.attempt)), None
-        )
 
     def _find_free_slot(self, slots: Sequence[Slot] | None = None) -> Slot | None:
         """A slot, of `slots` if given, that is free and warm on all ranks; else None. A job's only slot counts if its

@@ -19,8 +19,7 @@ from ckpt.agent.job.arena_handover import filter_committed
 from ckpt.agent.job.job import Job, parse_seconds
 from ckpt.agent.node.orphan_committer import OrphanCommitter
 from ckpt.agent.observability.status import job_facts
-from ckpt.agent.preemption.deadline_strategy import PAST_S, ExitTiming
-from ckpt.agent.preemption.notice_relay import OPERATOR, RelayedNotice
+from ckpt.agent.preemption.notice_relay import OPERATOR, PAST_S, ExitTiming, RelayedNotice
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.priority import Priority
 from ckpt.agent.runtime.workers import Lane, failure

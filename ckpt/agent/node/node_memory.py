@@ -23,8 +23,8 @@ from ckpt.agent.job.job_context import Services, send_event
 from ckpt.agent.node.inventory_lease import InventoryLease
 from ckpt.agent.node.startup_state import Start
 from ckpt.agent.observability.status import Status
-from ckpt.agent.preemption.deadline_strategy import ExitTiming
 from ckpt.agent.preemption.notice_listener import NoticeListeners
+from ckpt.agent.preemption.notice_relay import ExitTiming
 from ckpt.agent.replication.parity_service import ParityService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import SLOTS_MIN

@@ -25,9 +25,9 @@ from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.cluster_startup import RECONNECT_S
 from ckpt.agent.node.inventory_lease import EPOCH_GAP_MAX
 from ckpt.agent.node.startup import Startup
-from ckpt.agent.preemption.deadline_strategy import ExitTiming
 from ckpt.agent.preemption.notice_relay import (
     OPERATOR,
+    ExitTiming,
     RelayedNotice,
     is_operator_key,
     parse_relayed_notices,
@@ -263,8 +263,8 @@ class PeerHandlers(Startup):
                 raise AgentError(f"{epoch} is not coordinated here")
             self._on_follower_message(job, channel, message)
             return
-        if message.kind in ("node-failed", "step-time-ratio"):
-            self.alarms.on_coordinator_message(message.kind, fields)
+        if message.kind == "node-failed":
+            self.alarms.signal_reader.record_failure(time.monotonic())
             return
         followed_job = self._followed_job_of(epoch)
         assert followed_job is not None  # `_check_sender` has found it

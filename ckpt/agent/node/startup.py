@@ -441,7 +441,7 @@ class Startup(ClusterStartup):
         self._start = None
         former = next((each for each in self.former_jobs if parent is not None and each.epoch == parent.epoch), None)
         if former is not None:
-            job.scheduler.inherit_timings(former.scheduler)
+            job.scheduler.inherit_timing(former.scheduler)
         if job.cost_model is not None and parent is not None:
             self._learnt_history.fill_cost_model(job.cost_model, parent.epoch, record, start.run_view, start.nodes)
         claim = self._make_claim(job, parent, start)

@@ -16,8 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt.agent.preemption.deadline_strategy import Course, ExitTiming
-from ckpt.agent.preemption.notice_relay import StandingNotice
+from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
 from ckpt.agent.preemption.preemption import END_S, Preemption, Report
 from ckpt.agent.state.actions import AnswerRequest, NotifyRanks, RecordExit, Request, SetVerdict
 from ckpt.agent.state.job_facts import REJOIN_S, SaveAttempt, SaveReason
@@ -127,7 +126,6 @@ class ExitVote(Preemption):
             self._actions += self._left_by_actions()
             sources = self._exit_notice_texts()
             by_s = self.deadline_s(now_s)
-            self._replicate_until_s = by_s if self.course is Course.REPLICATE else None
             if not (self._is_end_ordered or self.is_lost_cause):
                 self._leave_deadline_s = by_s
             if sources and not self._is_end_ordered:
@@ -243,15 +241,12 @@ class ExitVote(Preemption):
         )
 
     def _apply_earlier_deadline(self, now_s: float) -> None:
-        """Applies an earlier deadline, heard of after the ranks were told to leave: to them, to replication, and to the
-        report."""
+        """Applies an earlier deadline, heard of after the ranks were told to leave: to them, and to the report."""
         by_s = self.deadline_s(now_s)
         if by_s is None:
             return
         if self._pending_report is not None and by_s < self._pending_report.deadline_s:
             self._pending_report = replace(self._pending_report, deadline_s=by_s)
-        if self._replicate_until_s is not None:
-            self._replicate_until_s = min(self._replicate_until_s, by_s)
         if self._leave_deadline_s is not None and by_s < self._leave_deadline_s:
             self._leave_deadline_s = by_s
             self._send_leave_deadline()

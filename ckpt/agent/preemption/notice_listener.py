@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, PAST_S, ExitTiming
+from ckpt.agent.preemption.notice_relay import OUTLIVES_S, PAST_S, ExitTiming
 from ckpt.errors import CkptError, UsageError
 from ckpt.events import Events
 from ckpt.ipc.notice_sources import Sources

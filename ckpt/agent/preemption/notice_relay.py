@@ -8,13 +8,13 @@ of it only now leaves by it.
 
 from __future__ import annotations
 
+import enum
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.agent.preemption.deadline_strategy import PAST_S, ExitTiming
 from ckpt.errors import AgentError
 from ckpt.preemption.notice import MOVED_S, Notice, NoticeChange, Withdrawn
 
@@ -22,7 +22,23 @@ OPERATOR = "preempt"  # key of an operator's request
 NOTICES_MAX = 64  # of one node
 LEFT_S_MAX = 1e12  # seconds; beyond any deadline that a source can name
 
+# A deadline that is past when first heard of may come at any moment: it is assumed to be so far ahead.
+PAST_S = 10.0
+# A machine and its notice may outlast the deadline by so long.
+OUTLIVES_S = 60.0
+ACKNOWLEDGED_SOURCES = frozenset({"azure"})  # notice sources that take an acknowledgement
+
 Name = tuple[str, str]  # source and key
+
+
+class ExitTiming(enum.Enum):
+    """When a job leaves by a certain notice."""
+
+    AT_ONCE = "at once"  # the notice is a request to leave now
+    IN_TIME = "in time"  # the job leaves no earlier than it has to
+    # The job does not leave: a launcher restarted it here after it had left by this notice, or the deadline has passed
+    # and the machine is still here.
+    NOT_AGAIN = "not again"
 
 
 class RelayedNotice:
@@ -98,6 +114,11 @@ def _node_suffix(node: str) -> str:
     return f" on node {node}"
 
 
+def node_key(key: str, node: str) -> str:
+    """The key of a notice that concerns that node. `node`: "" is the coordinator's."""
+    return key + _node_suffix(node) if node else key
+
+
 def strip_node(key: str, node: str) -> str:
     """The key as the source on that node named it. `node`: "" is the coordinator's."""
     return key.removesuffix(_node_suffix(node)) if node else key
@@ -160,3 +181,28 @@ class StandingNotice:
         same = (self.source, self.source_key, self.certain, self.exit_timing)
         same_time = abs(self.deadline_s - other.deadline_s) <= MOVED_S
         return same_time and same == (other.source, other.source_key, other.certain, other.exit_timing)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PlannedEvent:
+    """The name of a cloud's planned event: its source, and the source's key for it."""
+
+    source: str
+    key: str
+
+
+def event_to_acknowledge(
+    standing: Iterable[StandingNotice], done: Collection[PlannedEvent], now_s: float
+) -> tuple[PlannedEvent, str] | None:
+    """The event to acknowledge next, and the node that does it: the coordinator's ("") if it heard the event, else the
+    one with the lowest agent name. `done`: events already tried. None: no event is left.
+
+    An acknowledged event may begin at once, for every machine that it names. So this comes last: the ranks have left by
+    a notice, their last snapshot is committed, each rank was told so, and the event still stands and lies ahead."""
+    found: dict[PlannedEvent, set[str]] = {}
+    for each in standing:
+        if each.source in ACKNOWLEDGED_SOURCES and each.certain and each.deadline_s > now_s:
+            for node in each.nodes:
+                found.setdefault(PlannedEvent(each.source, each.source_key), set()).add(node)
+    left = sorted((planned, min(nodes)) for planned, nodes in found.items() if planned not in done)
+    return left[0] if left else None

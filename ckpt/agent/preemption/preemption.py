@@ -3,8 +3,9 @@
 - A certain notice makes the job leave, as late as possible. One appointment of kind HOLD is made so early that its
   steps, replication and commit fit before the deadline, by measured times and a reserve. A signal or an
   operator's request means leave now: the appointment is made at once. The earliest of several deadlines counts.
-- If the last snapshot cannot be committed in time but can be replicated to nodes that stay, this is done first. Those
-  nodes then commit the snapshot. If it can be neither, and a complete checkpoint still can, no newer one is taken.
+- The last snapshot is replicated and committed like any other. Nodes that stay commit what they keep. A commit that
+  would keep the last snapshot out of the store does not begin, or is cancelled. Once the time left is too short for the
+  last snapshot, the newest complete checkpoint is committed.
 - A job restarted on a machine that it had left does not leave by the same notice again. It trains on until the machine
   goes, with one extra checkpoint just before.
 - An uncertain notice costs one extra checkpoint. A notice withdrawn before the verdict costs at most the appointed
@@ -18,29 +19,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt.agent.preemption import event_ack
-from ckpt.agent.preemption.deadline_strategy import (
+from ckpt.agent.preemption.notice_relay import (
     OUTLIVES_S,
     PAST_S,
-    SLACK,
-    Course,
     ExitTiming,
-    SaveTiming,
-    choose_course,
-    survives_nodes,
+    PlannedEvent,
+    StandingNotice,
+    event_to_acknowledge,
 )
-from ckpt.agent.preemption.event_ack import PlannedEvent
-from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state.actions import Acknowledge, Emit, WriteOutcome
 from ckpt.agent.state.job_facts import REJOIN_S, SaveAttempt, SaveReason, Slot, SlotState, WorkState
 from ckpt.agent.state.rank_presence import RankState
 from ckpt.agent.state.replica_state import ReplicaState
-from ckpt.agent.state.step_timing import MEASURE_S_MIN
+from ckpt.agent.state.retention_rule import survives_nodes
+from ckpt.agent.state.step_timing import MEASURE_S_MIN, SaveTiming
 from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
 from ckpt.ipc.outcome_file import describe_outcome
 from ckpt.policy.save_options import STEPS_APART
 from ckpt.types import Version
 
+SLACK = 1.5  # factor on measured save times
 # Kept free before a deadline: clocks differ, stores have slow moments, machines go early.
 RESERVE_S = 10.0
 # Assumed time for hashing and commit before one was measured: leave early rather than late.
@@ -52,9 +50,8 @@ END_S = 2.0
 # the deadline, and in a container the agent ends with them.
 OUTCOME_S = 1.5
 EXTRA_TRIES = 3
-# So long before it is time to leave a notice counts as near, since a machine may go early: one complete checkpoint is
-# committed out of turn, and a failure counts as warned. The lead of an EC2 spot notice.
-NEAR_S = 120.0
+# So long before it is time to leave, a failure counts as warned: the lead of an EC2 spot notice.
+WARNED_S = 120.0
 NOTICES_MAX = 100
 
 
@@ -66,9 +63,8 @@ Saved = tuple[str, Version | None, Version | None, Version | None, str]
 class Report:
     """The outcome of a notice, reported once what was saved is settled.
 
-    `outcome`: "left"; "ended" (the ranks were told to end where they are); "pushed" (time sufficed only for the
-    complete checkpoint, and no rank left); "stayed" (the deadline passed, and no rank left). `reason`: the reason of
-    "ended"."""
+    `outcome`: "left"; "ended" (the ranks were told to end where they are); "stayed" (the deadline passed, and no rank
+    left). `reason`: the reason of "ended"."""
 
     outcome: str
     reason: str
@@ -83,28 +79,21 @@ class Preemption(ReplicaState):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.notices: dict[tuple[str, str], StandingNotice] = {}
-        self.course = Course.STAY
+        self.is_time_to_leave = False  # a last snapshot is due or taken, and a deadline is ahead
         self._due_notices: set[tuple[str, str]] = (
             set()
         )  # notices by which it is time to leave; see `_update_due_notices`
         self._passed_notices: set[tuple[str, str]] = set()  # notices whose passing was reported
         self._save_timing: SaveTiming | None = None  # from all staged to committed
-        self._commit_timing: SaveTiming | None = None  # the commit alone
-        self._replication_timing: SaveTiming | None = None  # from all staged to replicated
-        # Until this time the last snapshot is replicated to nodes that stay before it is committed.
-        self._replicate_until_s: float | None = None
         self._last_stall_s = 0.0
         self._is_extra_requested = False
         self._extra_version: Version | None = None  # one extra checkpoint is wanted, of this version or a later one
         self._extra_tries_left = 0
-        self._is_extra_predicted = False  # the extra checkpoint was asked for without a notice
         # The first complete checkpoint from this version on is committed out of turn, as the extra one.
         self._extra_commit_version: Version | None = None
-        self._near_notices: set[tuple[str, str]] = set()  # certain notices at most NEAR_S before it is time to leave
-        self._near_commit_version: Version | None = None  # as `_extra_commit_version`, for these notices
         self._pending_report: Report | None = None
         self._is_end_reported = False  # the leave of ranks at the end of their blocks was reported
-        self.can_acknowledge = False  # the user allows acknowledgements; see event_ack.py
+        self.can_acknowledge = False  # the user allows acknowledgements; see event_to_acknowledge
         self.is_acknowledging = False  # an acknowledgement is under way
         self._tried_events: set[PlannedEvent] = set()  # events tried, also in vain
         self._is_acknowledging_done = False  # no event is left to acknowledge
@@ -156,22 +145,15 @@ class Preemption(ReplicaState):
         self.notices.pop((source, key), None)
         self._due_notices.discard((source, key))
         self._passed_notices.discard((source, key))
-        self._remove_near_notice((source, key))
 
-    def inherit_timings(self, former: Preemption) -> None:
-        """Takes the save times of the former start on this node, from which this one continues, until its own are
+    def inherit_timing(self, former: Preemption) -> None:
+        """Takes the save time of the former start on this node, from which this one continues, until its own is
         measured."""
         self._save_timing = self._save_timing or former._save_timing
-        self._replication_timing = self._replication_timing or former._replication_timing
-        self._commit_timing = self._commit_timing or former._commit_timing
 
     def record_acknowledgement(self) -> None:
         """Outcome of `Acknowledge`: it has ended, successful or not, and is not tried again."""
         self.is_acknowledging = False
-
-    def request_extra(self) -> None:
-        """A failure is predicted: one extra checkpoint is soon taken and committed. No rank leaves for that."""
-        self._is_extra_requested = self._is_extra_predicted = True
 
     def record_commit(self, slot: int, error: str, now_s: float, passes: bool = False) -> None:
         """As `JobFacts.record_commit`; also measures the commit time."""
@@ -180,32 +162,14 @@ class Preemption(ReplicaState):
         if attempt is not None and error and self._waits_for_agent(now_s):
             attempt.is_last_try = False  # the lost node could not write its part
         if attempt is not None and attempt.commit_began_s is not None and not error:
-            took_s = now_s - attempt.commit_began_s
-            self._commit_timing = SaveTiming.from_save(took_s, attempt.memory_bytes, self._commit_timing)
-            self._save_timing = SaveTiming.from_save(
-                took_s + (attempt.hash_duration_s or 0.0), attempt.memory_bytes, self._save_timing
-            )
+            took_s = now_s - attempt.commit_began_s + (attempt.hash_duration_s or 0.0)
+            self._save_timing = SaveTiming.from_save(took_s, attempt.memory_bytes, self._save_timing)
         if (
             self._extra_commit_version is not None
             and self.committed_version is not None
             and self.committed_version >= self._extra_commit_version
         ):
             self._extra_commit_version = None
-        if (
-            self._near_commit_version is not None
-            and self.committed_version is not None
-            and self.committed_version >= self._near_commit_version
-        ):
-            self._near_commit_version = None
-
-    def record_replication(self, slot: int, error: str, now_s: float) -> str:
-        """As `ReplicaState.record_replication`; also measures the replication time."""
-        why_not = super().record_replication(slot, error, now_s)
-        attempt = self.slots[slot].attempt
-        if attempt is not None and attempt.replication_began_s is not None and not error:
-            took_s = now_s - attempt.replication_began_s + (attempt.hash_duration_s or 0.0)
-            self._replication_timing = SaveTiming.from_save(took_s, attempt.memory_bytes, self._replication_timing)
-        return why_not
 
     # -- queries
 
@@ -219,25 +183,17 @@ class Preemption(ReplicaState):
         return self._save_timing.estimate_s(sum(self._needed_arena_bytes)) if self._save_timing is not None else None
 
     @property
-    def _replication_estimate_s(self) -> float | None:
-        """Measured seconds from all staged to replicated, scaled to the present state; None: not measured."""
-        return (
-            self._replication_timing.estimate_s(sum(self._needed_arena_bytes))
-            if self._replication_timing is not None
-            else None
-        )
-
-    @property
     def lead_time_s(self) -> float:
         """Seconds before a deadline at which the last appointment has to be made."""
-        return self._expected_save_s() * SLACK + RESERVE_S
+        return self.expected_save_s() * SLACK + RESERVE_S
 
     def is_warned(self, now_s: float) -> bool:
         """Whether a machine is certain to go soon, or should just have gone. A notice that is days ahead (the end of an
         allocation, a maintenance) does not count yet."""
         certain = {n: each for n, each in self.notices.items() if each.certain and now_s < each.deadline_s + OUTLIVES_S}
         near = any(
-            each.exit_timing is ExitTiming.AT_ONCE or now_s >= self._near_from_s(each) for each in certain.values()
+            each.exit_timing is ExitTiming.AT_ONCE or now_s >= each.deadline_s - self.lead_time_s - WARNED_S
+            for each in certain.values()
         )
         return near or any(name in self._due_notices for name in certain)
 
@@ -255,15 +211,6 @@ class Preemption(ReplicaState):
         return frozenset(node for each in going for node in each.nodes)
 
     @property
-    def delegated_nodes(self) -> frozenset[str]:
-        """The nodes whose part of the last commit is written by holders of its replicas."""
-        newest = self.newest_slot
-        copied = (
-            newest is not None and newest.attempt is not None and newest.attempt.replication_state is WorkState.DONE
-        )
-        return self.doomed_nodes if copied and self._replicate_until_s is not None else frozenset()
-
-    @property
     def heeds_notices(self) -> bool:
         """Whether notices still matter to this job. They do until the outcome is reported and all events are
         acknowledged: the report depends on the deadline and on the nodes that go."""
@@ -273,33 +220,7 @@ class Preemption(ReplicaState):
             or (self.can_acknowledge and not self._is_acknowledging_done)
         )
 
-    @property
-    def is_extra_pending(self) -> bool:
-        """Whether an extra checkpoint was asked for and is not on its way off this node. True also while an older
-        commit delays it: more extra checkpoints meanwhile would cost their stall and protect nothing."""
-        if self._is_extra_requested or self._extra_version is not None:
-            return True
-        attempt = self.newest_slot.attempt if self.newest_slot is not None else None
-        if attempt is None or self._extra_commit_version is None or attempt.version < self._extra_commit_version:
-            return False
-        return (
-            attempt.commit_state in (WorkState.NEW, WorkState.FAILED)
-            and attempt.replication_state is not WorkState.DONE
-        )
-
-    @property
-    def protected_since_s(self) -> float:
-        """When the newest checkpoint was appointed that is replicated, committed or being committed; -math.inf: there
-        is none."""
-        safe = self._fully_replicated_attempt if self.is_replication_on else None
-        return max(self._last_commit_opened_s, safe.opened_s if safe is not None else -math.inf)
-
-    def protected_within_s(self, copied_s: float | None) -> float:
-        """Seconds from asking for a checkpoint until it is safe off this node: replicated, which takes `copied_s`, or
-        committed if that is None."""
-        return self._expected_save_s(copied_s)
-
-    def _expected_save_s(self, saving_s: float | None = None) -> float:
+    def expected_save_s(self, saving_s: float | None = None) -> float:
         """Expected seconds from an appointment until the snapshot is saved, without a reserve. `saving_s`: from all
         staged to saved; None: to committed."""
         if saving_s is None:
@@ -319,9 +240,7 @@ class Preemption(ReplicaState):
                 times.append(each.deadline_s)
                 due_s = self._due_from_s(each) if name not in self._due_notices else None
                 times += [max(now_s, due_s)] if due_s is not None else []
-                near_s = self._near_from_s(each)
-                times += [near_s] if near_s > now_s and name not in self._due_notices | self._near_notices else []
-                last_s = each.deadline_s - self._last_snapshot_lead_s()
+                last_s = each.deadline_s - self.expected_save_s()
                 times += [last_s] if last_s > now_s else []
         if any(attempt.is_announced and not attempt.version.sub for _, attempt in self._open_attempts()):
             # The ranks may poll for long before they come to the appointed step.
@@ -332,8 +251,6 @@ class Preemption(ReplicaState):
             if member.leave_request is not None
         ]
         times += [at_s for at_s in back_s if at_s > now_s]
-        if self._replicate_until_s is not None and self._replicate_until_s > now_s:
-            times.append(self._replicate_until_s)
         if self._pending_report is not None:
             ends_s = self._pending_report.deadline_s
             times += [at_s for at_s in (ends_s - OUTCOME_S, ends_s) if at_s > now_s]
@@ -341,14 +258,12 @@ class Preemption(ReplicaState):
 
     # -- decisions
 
-    def _update_course(self, now_s: float, steps: Sequence[int]) -> None:
-        """Measures save times, and sets the course for this call of `decide`."""
+    def _update_notices(self, now_s: float, steps: Sequence[int]) -> None:
+        """Measures save times, and finds what the notices ask for in this call of `decide`."""
         self._measure_saves(now_s)
         self._update_due_notices(now_s)
-        self._update_near_notices(now_s)
         self._update_extra(steps)
-        self.course = self._choose_course(now_s)
-        self._update_push_report(now_s)
+        self.is_time_to_leave = any((each.source, each.key) in self._due_notices for each in self._exit_notices(now_s))
         self._plan_end_report(now_s)
         passed = [n for n, each in self.notices.items() if each.causes_exit and each.deadline_s <= now_s]
         new = [name for name in passed if name not in self._passed_notices]
@@ -356,17 +271,6 @@ class Preemption(ReplicaState):
         if new and not (self._leave_attempt_number or self._is_end_ordered or self.all_gone or self.superseded_by):
             deadline_s = max(self.notices[name].deadline_s for name in new)
             self._pending_report = Report("stayed", "", deadline_s, self._notice_texts(new))
-
-    def _update_push_report(self, now_s: float) -> None:
-        """Plans or cancels the report "pushed". If only the pending commit fits before the deadline, its outcome is
-        reported just before the deadline. A hold has a report of its own, so it cancels this one."""
-        pushed = self._pending_report is not None and self._pending_report.outcome == "pushed"
-        is_over = self._leave_attempt_number or self._is_end_ordered or self.superseded_by
-        deadline_s = None if is_over else self.deadline_s(now_s)
-        if self.course is Course.COMMIT_NEWEST and self._pending_report is None and deadline_s is not None:
-            self._pending_report = Report("pushed", "", deadline_s, self._exit_notice_texts())
-        elif pushed and self.course in (Course.HOLD, Course.REPLICATE, Course.STAY):
-            self._pending_report = None
 
     def _plan_end_report(self, now_s: float) -> None:
         """Plans the report "left" for ranks that had all ended their blocks before it was time to leave. They wait for
@@ -379,14 +283,10 @@ class Preemption(ReplicaState):
             or self.superseded_by
         ):
             return
-        due = [each for each in self._exit_notices(now_s) if (each.source, each.key) in self._due_notices]
-        if (
-            due
-            and not self._is_end_reported
-            and (self._pending_report is None or self._pending_report.outcome == "pushed")
-        ):
+        deadline_s = self.deadline_s(now_s) if self.is_time_to_leave else None
+        if deadline_s is not None and not self._is_end_reported and self._pending_report is None:
             self._is_end_reported = True
-            self._pending_report = Report("left", "", min(each.deadline_s for each in due), self._exit_notice_texts())
+            self._pending_report = Report("left", "", deadline_s, self._exit_notice_texts())
 
     def _measure_saves(self, now_s: float) -> None:
         for slot in self.slots:
@@ -417,30 +317,6 @@ class Preemption(ReplicaState):
                 self._due_notices.add(name)
                 self._is_extra_requested = self._is_extra_requested or not each.causes_exit
 
-    def _update_near_notices(self, now_s: float) -> None:
-        """Finds the near notices. For each, one checkpoint is committed out of turn, the newest or the next complete
-        one, since a machine may go early. Only one: a notice may be withdrawn, and should cost no more."""
-        for name, each in self.notices.items():
-            near_s = self._near_from_s(each)
-            # The deadline was moved: no estimate changes by so much.
-            if not each.certain or now_s < near_s - NEAR_S:
-                self._remove_near_notice(name)
-            elif near_s <= now_s < each.deadline_s and name not in self._near_notices and name not in self._due_notices:
-                self._near_notices.add(name)
-                newest = self.newest_slot.attempt if self.newest_slot is not None else None
-                if newest is None:
-                    self._near_commit_version = Version(0)
-                elif newest.commit_state is not WorkState.DONE:
-                    self._near_commit_version = newest.version
-
-    def _remove_near_notice(self, name: tuple[str, str]) -> None:
-        self._near_notices.discard(name)
-        if not self._near_notices:
-            self._near_commit_version = None
-
-    def _near_from_s(self, each: StandingNotice) -> float:
-        return each.deadline_s - self.lead_time_s - NEAR_S
-
     def _due_from_s(self, each: StandingNotice) -> float | None:
         """When it is time to leave by that notice; None: never, or not known before training starts, since the former
         start's save times may not be known until then."""
@@ -458,10 +334,10 @@ class Preemption(ReplicaState):
             return
         reached = newest is not None and newest.attempt is not None and newest.attempt.version >= self._extra_version
         in_vain = self._extra_tries_left <= 0 and not self._open_attempts()
-        asked = self._is_extra_predicted or not all(each.causes_exit for each in self.notices.values())
+        asked = not all(each.causes_exit for each in self.notices.values())
         self._extra_commit_version = self._extra_commit_version if asked else None
         if reached or in_vain or not asked:
-            self._extra_version, self._is_extra_predicted = None, False
+            self._extra_version = None
 
     def _must_appoint_extra(self) -> bool:
         """Whether an extra snapshot has to be appointed: one is wanted, and none is staged."""
@@ -472,71 +348,28 @@ class Preemption(ReplicaState):
             s.state is SlotState.STAGED and s.attempt is not None and s.attempt.version >= extra for s in self.slots
         )
 
-    def _choose_course(self, now_s: float) -> Course:
-        live = self._exit_notices(now_s)
-        if not live:
-            return Course.DEADLINE_PASSED if any(each.causes_exit for each in self.notices.values()) else Course.STAY
-        if not any((each.source, each.key) in self._due_notices for each in live):
-            return Course.STAY
-        if any(s.attempt is not None and s.attempt.is_verdict_pending for s in self.slots):
-            return Course.REPLICATE if self.course is Course.REPLICATE else Course.HOLD
-        newest = self.newest_slot
-        may_reach = (
-            newest is not None
-            and newest.attempt is not None
-            and newest.attempt.commit_state in (WorkState.NEW, WorkState.RUNNING)
-        )
-        # After a request to leave now this host's memory may outlive the job.
-        goes_away = not any(each.exit_timing is ExitTiming.AT_ONCE for each in live)
-        left_s = min(each.deadline_s for each in live) - now_s
-        pushes = may_reach and goes_away and self._save_estimate_s is not None
-        return choose_course(left_s, self._expected_save_s(), self._replicated_within_s(), pushes)
-
-    def _replicated_within_s(self) -> float | None:
-        """Expected seconds from an appointment until nodes that stay have the replicas; None: no replicas would stay,
-        or nothing was measured."""
-        if self._replication_estimate_s is None or not (
-            self.is_replication_on and survives_nodes(self.placement, self.doomed_nodes)
-        ):
-            return None
-        # One replication runs at a time.
-        before_s = self._replication_estimate_s if self.replicating_slot is not None else 0.0
-        return before_s + self._expected_save_s(self._replication_estimate_s)
-
     def _would_delay_last_snapshot(self, now_s: float) -> bool:
         """Whether committing the complete checkpoint would delay the last snapshot, which still fits, past the
         deadline."""
         deadline_s = self.deadline_s(now_s)
-        if deadline_s is None or self._save_estimate_s is None or self.course is Course.COMMIT_NEWEST:
+        if deadline_s is None or self._save_estimate_s is None:
             return False
-        left_s = deadline_s - now_s
-        return self._last_snapshot_lead_s() <= left_s < self._expected_save_s() + self._save_estimate_s
+        return 0 <= deadline_s - now_s - self.expected_save_s() < self._save_estimate_s
 
     def _delays_last_commit(self, slot: Slot, now_s: float) -> bool:
-        """Whether the commit of that slot delays the last snapshot's commit past the deadline, where that commit would
-        fit if it began now. The last snapshot is complete, and all ranks leave at it. By measured times; the time that
-        the slot's commit has taken already counts. If both fit, or neither does, the older one goes first: it may be
-        all that is saved."""
-        newest, deadline_s, took = self.newest_slot, self.deadline_s(now_s), self._commit_timing
+        """Whether the commit of that slot keeps the last snapshot, at which all ranks leave, out of the store. The last
+        commit would fit alone and not behind the other, by measured times. If both fit, or neither, the older one goes
+        first: it may be all that is saved."""
+        newest, deadline_s, took = self.newest_slot, self.deadline_s(now_s), self._save_timing
         last, older = newest.attempt if newest is not None else None, slot.attempt
-        if last is None or older is None or last is older or took is None or deadline_s is None:
+        if last is None or older is None or last is older or took is None or deadline_s is None or self.superseded_by:
             return False
-        if (
-            not (last.reason is SaveReason.HOLD and last.verdict and last.commit_state is WorkState.NEW)
-            or self.superseded_by
-        ):
+        if last.reason is not SaveReason.HOLD or not last.verdict or last.commit_state is not WorkState.NEW:
             return False
-        if self._replicates_first(now_s) or self._level_in_memory(last) == "peer":
-            return False  # the last snapshot is replicated, or will be
         began_s = older.commit_began_s if older.commit_state is WorkState.RUNNING else None
         before_s = max(0.0, took.estimate_s(older.memory_bytes) - (0.0 if began_s is None else now_s - began_s))
         last_s = took.estimate_s(last.memory_bytes)
         return last_s <= deadline_s - now_s < before_s + last_s
-
-    def _last_snapshot_lead_s(self) -> float:
-        """Seconds before a deadline at which a last snapshot still fits, by the present course."""
-        copied_s = self._replicated_within_s() if self.course is Course.REPLICATE else None
-        return self._expected_save_s() if copied_s is None else copied_s
 
     def _waits_for_agent(self, now_s: float) -> bool:
         """Whether the last commit waits for a lost agent to restart. Its node has a rank that waits to leave, and a
@@ -557,17 +390,6 @@ class Preemption(ReplicaState):
             return -math.inf
         by_s = math.inf if self._leave_deadline_s is None else self._leave_deadline_s - END_S
         return -math.inf if self.superseded_by else min(member.disconnected_s + REJOIN_S, by_s)
-
-    def _replicates_first(self, now_s: float) -> bool:
-        """Whether the last snapshot, which is complete, is replicated to nodes that stay before it is committed."""
-        attempt = self.newest_slot.attempt if self.newest_slot is not None else None
-        by_s = self._replicate_until_s
-        wanted = self.course is Course.REPLICATE or (by_s is not None and now_s < by_s)
-        if not wanted or not self.is_replication_on or attempt is None or attempt.reason is not SaveReason.HOLD:
-            return False
-        return attempt.replication_state in (WorkState.NEW, WorkState.RUNNING) and survives_nodes(
-            self.placement, self.doomed_nodes
-        )
 
     def _report_outcome(self, now_s: float) -> None:
         """Reports the outcome once what was saved is settled. If that takes up to the deadline, the report is made
@@ -617,12 +439,12 @@ class Preemption(ReplicaState):
         return "peer" if copied else "local"
 
     def _acknowledge_next(self, now_s: float) -> None:
-        """Acknowledges the next planned event, after everything else is done; see event_ack.py."""
+        """Acknowledges the next planned event, after everything else is done."""
         answered = self.is_closed_in_store and not self.rank_states.summary.waiting_to_leave
         if self.is_acknowledging or not (answered or self.superseded_by):
             return
         may = self.can_acknowledge and self._is_exit_committed and not self.superseded_by
-        found = event_ack.next_event(self.notices.values(), self._tried_events, now_s) if may else None
+        found = event_to_acknowledge(self.notices.values(), self._tried_events, now_s) if may else None
         self._is_acknowledging_done = found is None
         if found is not None:
             planned, node = found

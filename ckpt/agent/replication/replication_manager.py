@@ -18,7 +18,7 @@ from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.state.retention_rule import surviving_nodes
 from ckpt.ipc.failure_domains import find_lost_with_hosts, relevant_domains, without_host
 from ckpt.placement.groups import PlacementNode
-from ckpt.placement.placement import GENERATIONS, Kept, Parity, Placement, Replicas, place_sparing
+from ckpt.placement.placement import GENERATIONS, Kept, Parity, Placement, Replicas, place
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -48,12 +48,10 @@ class ReplicationManager:
         self.option = option
         self.placement: Placement | None = None
         self.nodes_lost_with_host: dict[str, list[str]] = {}  # machine -> nodes whose state is lost with that machine
-        self._risks: dict[str, float] = {}
         self._placements_used: dict[
             Identity, Placement
         ] = {}  # newest checkpoints -> the placement each was replicated under
         self._nodes_involved: dict[Identity, set[str]] = {}  # newest checkpoints -> nodes that took part in any attempt
-        self._must_regroup = False  # whether the next placement may change the groups
         self._memory_nodes = memory_nodes
         self._network, self._replicas, self._parity_service, self._nodes = network, copies, parities, tuple(nodes)
         unnamed = [min(node.ranks) for node in self._nodes if not without_host(node.domains)]
@@ -76,22 +74,6 @@ class ReplicationManager:
     def is_requested(self) -> bool:
         """Whether the user asked for replicas and there are other nodes, with or without room for them."""
         return self.option is not None and not self.is_alone
-
-    def update_risks(self, risks: Mapping[str, float]) -> bool:
-        """Takes each node's probability to fail soon ({}: no prediction). Returns whether the nodes' order by risk has
-        changed; the numbers alone change with every reading. After a change the next `update_placement` regroups the
-        nodes, the riskiest with the safest. Riskier nodes then keep no replicas where that makes no state less safe."""
-        news = _risk_order(risks) != _risk_order(self._risks)
-        if news:
-            self._risks = dict(risks)
-            self._must_regroup = True
-        return news
-
-    @property
-    def _risky_nodes(self) -> list[str]:
-        """The nodes that are riskier than the safest ones, the riskiest first."""
-        usual = min(self._risks.values(), default=0.0)
-        return sorted((n for n, risk in self._risks.items() if risk > usual), key=lambda n: (-self._risks[n], n))
 
     @property
     def losses_to_survive(self) -> int:
@@ -121,8 +103,7 @@ class ReplicationManager:
         if self.option is None or slots < SLOTS_MIN:
             self.placement, self.nodes_lost_with_host = None, {}
             return slots
-        former, before = self.placement, None if self._must_regroup else self.placement
-        self._must_regroup = False
+        former = self.placement
         scratch_bytes = WORK_BYTES if isinstance(self.option, Parity) else 0
         names = {node.name for node in self._nodes}
         lent = [each for each in self._memory_nodes() if each.node.name not in names]
@@ -147,14 +128,13 @@ class ReplicationManager:
                     state_bytes=sizes[node.name],
                     lend_bytes=max(0, plans[node.name].replica_bytes_max(wanted) - scratch_bytes),
                     domains=domains[node.name],
-                    risk=self._risks.get(node.name),
                     up_bytes_s=node.link_bytes_s or None,
                     down_bytes_s=node.link_bytes_s or None,
                 )
                 for node in self._nodes
             ]
             nodes += memory_nodes
-            found = place_sparing(nodes, self.option, self._risky_nodes, before)
+            found = place(nodes, self.option, former)
             if former is not None and not surviving_nodes(former.protected_states) <= surviving_nodes(
                 found.protected_states
             ):
@@ -435,12 +415,6 @@ def _fits(placement: Placement, nodes: Iterable[PlacementNode]) -> bool:
         and found[load.node].lend_bytes >= load.keeps_all_bytes
         for load in placement.loads
     )
-
-
-def _risk_order(risks: Mapping[str, float]) -> dict[str, int]:
-    """By node: its position in the order of risk, 0 the safest; equal risks share one."""
-    levels = sorted(set(risks.values()))
-    return {node: levels.index(risk) for node, risk in risks.items()}
 
 
 @dataclass(frozen=True, slots=True)

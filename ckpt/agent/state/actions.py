@@ -95,10 +95,8 @@ class Commit(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class StopCommit(Action):
+class CancelCommit(Action):
     """Stop the commit under way soon: nothing more is written for it. `committed` then reports its outcome."""
-
-    slot: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,12 +79,11 @@ class SaveAttempt:
     commit_state: WorkState = WorkState.NEW  # its commit
     replication_state: WorkState = WorkState.NEW  # its replication
     is_last_try: bool = False  # its last commit was begun
-    yield_reason: str = ""  # reason why its commit was given up
+    is_commit_cancelled: bool = False  # for the last snapshot before a deadline
     verdict: bool | None = None  # of a hold: True: leave; False: go on
     all_staged_s: float | None = None  # time
     hash_duration_s: float | None = None  # duration
     commit_began_s: float | None = None
-    replication_began_s: float | None = None
     placement: tuple[Kept, ...] = ()  # holders of its replicas, as planned when replication last began
 
     @property
@@ -474,22 +473,19 @@ class JobFacts:
         entry = self.slots[slot]
         self.committing_slot = None
         entry.leases -= 1
-        gave_way = entry.attempt.yield_reason if entry.attempt is not None and error else ""
-        # A commit that was given up is no failure of the store.
-        if not gave_way:
-            self._commit_failures = min(self._commit_failures + 1, 16) if error else 0
-            self._retry_commit_s = now_s + min(2.0**self._commit_failures, RETRY_S_MAX) if error else math.inf
+        self._commit_failures = min(self._commit_failures + 1, 16) if error else 0
+        self._retry_commit_s = now_s + min(2.0**self._commit_failures, RETRY_S_MAX) if error else math.inf
         if entry.attempt is not None:
             entry.attempt.commit_state = WorkState.FAILED if error else WorkState.DONE
             is_tried_again = error and passes and entry.attempt.reason is SaveReason.EXIT and not self._is_rank_gone()
             if not is_tried_again:
-                self._report_level(entry.attempt.version, "store", not error, gave_way or error)
+                self._report_level(entry.attempt.version, "store", not error, error)
             # The newest counts: an older checkpoint may be committed after a newer one.
             if not error:
                 self.committed_version = max(entry.attempt.version, self.committed_version or entry.attempt.version)
         # After a success the error stays while the newest checkpoint's commit has failed.
         if error or self.newest_commit_state is not WorkState.FAILED:
-            self.last_error = gave_way or error
+            self.last_error = error
 
     def take_lease(self, slot: int) -> None:
         """Takes a lease on that slot, which is not reused before `release_lease`."""

@@ -52,7 +52,7 @@ class ReplicaState(JobFacts):
         # A version that is already replicated stays so: its other replicas may be in place.
         if attempt.replication_state is not WorkState.DONE:
             attempt.replication_state = WorkState.RUNNING
-        attempt.replication_began_s, attempt.placement = now_s, self.placement
+        attempt.placement = self.placement
         slot.leases += 1
         self.replicating_slot = slot.number
 
@@ -208,12 +208,6 @@ class ReplicaState(JobFacts):
         """Whether the newest committed version is newer than the newest replicated one."""
         stored = self.committed_version
         return stored is not None and self.replicated_version is not None and stored > self.replicated_version
-
-    @property
-    def _fully_replicated_attempt(self) -> SaveAttempt | None:
-        """The newest replicated save attempt, if every node's state has a replica."""
-        attempt = self.replicated_slot.attempt if self.replicated_slot is not None else None
-        return attempt if _is_complete(self.replicated_placement) else None
 
     @property
     def _remaining_placement(self) -> tuple[Kept, ...]:

@@ -28,6 +28,18 @@ def remaining_placement(kept: Iterable[Kept], gone: Collection[str]) -> tuple[Ke
     return tuple(map(left, kept)) if gone else tuple(kept)
 
 
+def survives_nodes(kept: Collection[Kept], doomed: Collection[str]) -> bool:
+    """Whether the replicas still cover every node's state when the `doomed` nodes are gone. `kept`: per node.
+    False if there are no replicas."""
+
+    def stays(each: Kept) -> bool:
+        if each.node not in doomed or any(holder not in doomed for holder in each.holders):
+            return True
+        return not each.holders and each.losses_max >= len(doomed)
+
+    return bool(kept) and all(map(stays, kept))
+
+
 def surviving_nodes(kept: Iterable[Kept]) -> frozenset[str]:
     """The nodes whose state survives the loss of any one node."""
     return frozenset(each.node for each in kept if each.losses_max)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ckpt.ipc.control_page import SUB_MAX
 from ckpt.types import Version
@@ -126,3 +127,22 @@ class StepTiming:
     @property
     def _doubt_count(self) -> int:
         return self._failed_poll_steps if self.step != self._last_failed_step else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTiming:
+    """A measured save: `seconds` for a state of `state_bytes` of memory."""
+
+    seconds: float
+    state_bytes: int
+
+    def estimate_s(self, count: int) -> float:
+        """The expected seconds for `count` bytes. A larger state takes proportionally longer. A smaller one takes as
+        long, since part of the time does not depend on the size."""
+        return self.seconds * max(1.0, count / self.state_bytes) if self.state_bytes else self.seconds
+
+    @staticmethod
+    def from_save(took_s: float, count: int, before: SaveTiming | None) -> SaveTiming:
+        """The new estimate after a save of `count` bytes took `took_s`. It rises at once, and falls by half steps."""
+        before_s = before.estimate_s(count) if before is not None else 0.0
+        return SaveTiming(max(took_s, 0.5 * (took_s + before_s)), count)

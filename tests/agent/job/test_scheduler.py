@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.deadline_strategy import Course, ExitTiming
-from ckpt.agent.preemption.notice_relay import StandingNotice
-from ckpt.agent.preemption.preemption import NEAR_S
+from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
 from ckpt.agent.runtime.memory_plan import SLOTS_CLOSE
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import MISSING_ANSWER_S, REJOIN_S, SaveReason, SlotState, WorkState
@@ -52,7 +50,7 @@ class RoundSteps(Scheduler):
 
     def _next_step_version(self, now_s: float, at: int) -> Version:
         near = super()._next_step_version(now_s, at)
-        is_soon = self.course in (Course.HOLD, Course.REPLICATE) or self._must_appoint_extra()
+        is_soon = self.is_time_to_leave or self._must_appoint_extra()
         if is_soon or self.policy is not self._round:
             return near
         newest = max((slot.attempt.version.step for slot in self.slots if slot.attempt is not None), default=-1)
@@ -2075,52 +2073,6 @@ def test_one_that_is_taken_back_before_it_cost_anything_costs_nothing() -> None:
     assert attempts(driver, 2) == [False, False]
 
 
-def near(driver: Driver, more_s: float = -5.0) -> None:
-    """A notice that counts already, though it is not time to leave by it; or will after so long."""
-    lead_s = driver.group.lead_time_s + NEAR_S + more_s
-    driver.group.add_notice(StandingNotice("x", "y", driver.now_s + lead_s, driver.now_s))
-
-
-def test_one_that_is_put_off_far_counts_again_when_it_is_near() -> None:
-    driver = paced(10.0, 600.0)
-    assert attempts(driver, 2) == [True, False]
-    near(driver)
-    assert attempts(driver, 2) == [True, False]
-    near(driver, 1000.0)
-    assert attempts(driver, 2) == [False, False]
-    near(driver)
-    assert attempts(driver, 2) == [True, False]
-
-
-def test_what_is_to_be_committed_for_a_notice_waits_no_more_where_that_is_taken_back() -> None:
-    driver = paced(10.0, 600.0)
-    for _ in range(2):
-        driver.now_s += 10.0
-        driver.make_ready()
-        driver.decide()
-        driver.complete()
-    near(driver)
-    driver.decide()
-    driver.group.withdraw_notice("x", "y")
-    driver.commit()
-    assert driver.group.committing_slot is None, "the first was being committed until now"
-
-
-def test_a_notice_costs_nothing_where_what_is_complete_is_in_the_store() -> None:
-    driver = paced(10.0, 600.0)
-    assert attempts(driver, 1) == [True]
-    near(driver)
-    assert attempts(driver, 2) == [False, False]
-
-
-def test_it_looks_when_a_notice_begins_to_count_though_nothing_else_happens() -> None:
-    driver = paced(10_000.0, 10_000.0)
-    assert attempts(driver, 1, 10_000.0) == [True]
-    driver.make_ready()
-    near(driver, 60.0)
-    assert driver.group.next_wake_s(driver.now_s) == pytest.approx(driver.now_s + 60.0)
-
-
 @pytest.mark.parametrize("why", ["wanted", "notice", "one slot", "dead"])
 def test_nothing_waits_for_its_turn_that_somebody_needs(why: str) -> None:
     driver = paced(slots=1 if why == "one slot" else 3)
@@ -2135,7 +2087,7 @@ def test_nothing_waits_for_its_turn_that_somebody_needs(why: str) -> None:
     if why == "wanted":
         driver.group.require_commit(newest.attempt.version)
     elif why == "notice":
-        near(driver)
+        driver.group.add_notice(StandingNotice("x", "y", 1000.0, driver.now_s, exit_timing=ExitTiming.AT_ONCE))
     else:
         driver.group.record_death(0)
     driver.decide()

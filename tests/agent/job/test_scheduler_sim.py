@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.deadline_strategy import ExitTiming
-from ckpt.agent.preemption.notice_relay import StandingNotice
+from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import SaveReason, SlotState, WorkState
+from ckpt.agent.state.job_facts import SaveReason, SlotState
 from ckpt.errors import SaveFailed
 from ckpt.ipc.control_page import MID_STEP, ControlWord, RankPlace, WordKind
 from ckpt.placement.placement import Kept
@@ -107,8 +106,7 @@ class Sim:
         self.commits = 0
         self.commit_s: float | None = None  # what each takes, about; None: that differs
         self.committing = 0  # which of all; what ends an earlier one is late
-        self.gave_way: dict[Version, Scheduler] = {}  # whose commit was given up, and by whom
-        self.tried_again: set[Version] = set()  # of these, once what they gave way to had failed
+        self.gave_way: set[Version] = set()  # whose commit was cancelled
         self.unanswered: dict[Any, str] = {}
         self.answered: dict[Any, Any] = {}
         self.closed = False
@@ -323,19 +321,15 @@ class Sim:
         assert self.commits == 1, "two commits at once"
         assert self.contents(action.slot) == (self.contents(action.slot)[0],) * self.world
         self.committing += 1
-        if self.gave_way.get(action.version) is self.group:
-            assert self.group.newest_commit_state is WorkState.FAILED, (
-                "what gave way is back before the last one has failed"
-            )
-            assert action.version not in self.tried_again, "more than once"
-            self.tried_again.add(action.version)
         takes_s = self.commit_s * self.random.uniform(0.8, 1.2) if self.commit_s is not None else None
         self.read(action.slot, self.committed, action.slot, self.committing, takes_s=takes_s)
 
-    def do_StopCommit(self, action: do.StopCommit) -> None:
+    def do_CancelCommit(self, action: do.CancelCommit) -> None:
         """It ends soon; by then it may be in the store all the same."""
         assert self.commits == 1
-        older, newest, took = self.group.slots[action.slot].attempt, self.group.newest_slot, self.group._commit_timing
+        slot, newest, took = self.group.committing_slot, self.group.newest_slot, self.group._save_timing
+        assert slot is not None
+        older = self.group.slots[slot].attempt
         assert older is not None
         assert newest is not None
         assert newest.attempt is not None
@@ -349,9 +343,9 @@ class Sim:
         ends_s = (older.commit_began_s or 0.0) + took.estimate_s(older.memory_bytes)
         assert max(ends_s - self.now_s, 0.0) + took.estimate_s(last.memory_bytes) > left_s, "both would have fitted"
         assert older.version not in self.gave_way, "told twice"
-        self.gave_way[older.version] = self.group
+        self.gave_way.add(older.version)
         if self.random.random() < 0.9:
-            self.in_agent(self.random.uniform(0, 0.5), self.committed, action.slot, self.committing, True)
+            self.in_agent(self.random.uniform(0, 0.5), self.committed, slot, self.committing, True)
 
     def do_Replicate(self, action: do.Replicate) -> None:
         assert self.group.is_replication_on
@@ -397,19 +391,13 @@ class Sim:
             return
         self.commits -= 1
         self.end_read(slot)
-        down = "the store is down" if self.fault(20 if self.gave_way else 3) else ""
+        down = "the store is down" if self.fault(3) else ""
         self.group.record_commit(slot, "it was broken off" if broken_off else down, self.now_s)
         self.decide()
 
     def do_ClearSlot(self, action: do.ClearSlot) -> None:
         assert action.slot not in self.readers, "a slot was freed while it was read"
         self.not_safe(action.slot)
-        held = [Version.parse(content[1]) for content in self.contents(action.slot) if content is not None]
-        for version in held:
-            if self.gave_way.get(version) is self.group and version not in self.tried_again:
-                newest = self.group.committed_version
-                assert newest is not None, "what gave way was given away before anything newer was in the store"
-                assert newest >= version, "what gave way was given away before anything newer was in the store"
 
     def not_safe(self, slot: int) -> None:
         """Whether what a slot held may be given away: it is not the newest that others keep; with two slots it may be,

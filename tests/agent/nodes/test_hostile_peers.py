@@ -94,7 +94,6 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "leave-verdict": {"attempt": 0},
     "pending-commit": {"identity": WHICH},
     "node-failed": {},
-    "step-time-ratio": {"ratio": 1.5},
     "offer-slot": {"slot": 3, "division": "x"},
     "close-arenas": {"slot": 3},
     "limit-replication": {"bandwidth": None},

@@ -519,21 +519,6 @@ def test_where_only_a_part_can_be_kept_it_stays_that_of_the_same_nodes_as_long_a
     assert kept(200) == {"n1"}, "another state"
 
 
-def test_where_only_some_parts_can_be_kept_it_stays_those_of_the_same_nodes_while_a_failure_is_predicted() -> None:
-    """Else nothing newer would be copied until the store has some of it, just when a node may be lost."""
-    made, state = replication_manager(4), dict.fromkeys(("n0", "n1", "n2", "n3"), 100 * MIB)
-    told = {name: memory_plan.MemoryPlan(2, 0, 0, 0, 200 * MIB * (name in ("n0", "n2")), "") for name in state}
-    made.update_placement(state, told, 2)
-    assert made.placement is not None
-    kept = made.placement.protected_states
-    for risks in ({**dict.fromkeys(state, 0.01), "n1": 0.5}, {}):
-        assert made.update_risks(risks)
-        made.update_placement(state, told, 2)
-        assert {each.node for each in made.placement.protected_states if each.losses_max} == {
-            each.node for each in kept if each.losses_max
-        }
-
-
 def test_nodes_with_quick_links_keep_each_others_copies_and_the_time_they_take_is_shown() -> None:
     made = replication_manager(4)
     links = [1250 * MIB, 125 * MIB, 1250 * MIB, 125 * MIB]
@@ -549,46 +534,12 @@ def test_nodes_with_quick_links_keep_each_others_copies_and_the_time_they_take_i
     assert [row["seconds"] for row in made.placement_fields()["nodes"]] == [0.8, 8.0, 0.8, 8.0]
 
 
-def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies_from_then_on() -> None:
-    made = replication_manager(4)
-
-    def keepers(risks: dict[str, float]) -> dict[str, tuple[str, ...]]:
-        assert made.update_risks(risks) is bool(risks)
-        assert not made.update_risks(risks)
-        made.update_placement(sizes(4, 100), plans(4, 100, 5000))
-        assert made.placement is not None
-        return {kept.node: tuple(kept.holders) for kept in made.placement.protected_states}
-
-    assert keepers({})["n0"] == ("n2",)
-    risky = keepers({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
-    assert risky["n0"] != ("n2",)
-    assert risky["n2"] != ("n0",)
-
-
-def test_nodes_that_are_predicted_to_fail_keep_no_parity_together_from_then_on() -> None:
-    made = replication_manager(4, option=Parity(1, 1))
-
-    def together() -> set[tuple[str, ...]]:
-        made.update_placement(sizes(4, 100), plans(4, 100, 5000))
-        assert made.placement is not None
-        return {group.members for group in made.placement.groups}
-
-    risky = min(together())
-    assert made.update_risks({f"n{at}": 0.6 if f"n{at}" in risky else 0.01 for at in range(4)})
-    assert risky not in together()
-
-
-def test_it_is_no_news_that_a_failure_is_a_little_more_or_less_likely() -> None:
-    """As it is from reading to reading: all nodes would be put together anew each time."""
-    made = replication_manager(4)
-    usual = {f"n{at}": 0.0100 for at in range(4)}
-    assert made.update_risks({**usual, "n1": 0.6})
-    for at in range(1, 5):
-        assert not made.update_risks({**dict.fromkeys(usual, 0.01 - at / 10000), "n1": 0.6 + at / 100})
-    assert made.update_risks({**usual, "n1": 0.6, "n2": 0.6}), "another alarm"
-    assert made.update_risks({**usual, "n1": 0.6, "n2": 0.7}), "one of them is worse"
-    assert made.update_risks({**usual, "n2": 0.7}), "one has passed"
-    assert made.update_risks({})
+def regroup(made: ReplicationManager) -> None:
+    """Puts the first two of four nodes together, which were apart."""
+    links = [1250 * MIB, 1250 * MIB, 125 * MIB, 125 * MIB]
+    made._nodes = tuple(NodeAt(f"n{at}", (), (at,), (), link) for at, link in enumerate(links))
+    made.placement = None
+    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
 
 
 def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhere() -> None:
@@ -598,8 +549,7 @@ def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhe
     assert before is not None
     made._placements_used[identity(5)] = before  # as `replicate` does
     made._network = SimpleNamespace(agent_name="n1")  # type: ignore[assignment]
-    made.update_risks({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
-    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
+    regroup(made)
     assert made.placement != before
     assert [made.find_providers(identity(5), name, False) for name in ("n0", "n3")] == [["n2"], [""]]
     assert made.find_providers(identity(6), "n0", True) == []
@@ -618,8 +568,7 @@ def test_who_keeps_copies_of_what_is_safe_stays_known_until_it_has_been_copied_a
     made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
     made._placements_used[identity(5)] = made.placement  # as `replicate` does
-    made.update_risks({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
-    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
+    regroup(made)
     for error in ("it is gone", ""):
         made.replicate(identity(5), identity(5), {}, heard.append)
         while asked:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.agent.preemption.event_ack import PlannedEvent, next_event
-from ckpt.agent.preemption.notice_relay import StandingNotice
+from ckpt.agent.preemption.notice_relay import PlannedEvent, StandingNotice, event_to_acknowledge
 from ckpt.agent.state import actions as do
 from tests.agent.preemption.test_preemption import Warned
 
@@ -19,21 +18,21 @@ def stands(
 
 def test_of_the_nodes_that_an_event_names_the_coordinator_does_it_else_the_first_by_name() -> None:
     both = [stands(node="b"), stands(node="a")]
-    assert next_event(both, (), 0.0) == (PlannedEvent("azure", "E1"), "a")
-    assert next_event([*both, stands()], (), 0.0) == (PlannedEvent("azure", "E1"), "")
-    assert next_event(both, {PlannedEvent("azure", "E1")}, 0.0) is None
+    assert event_to_acknowledge(both, (), 0.0) == (PlannedEvent("azure", "E1"), "a")
+    assert event_to_acknowledge([*both, stands()], (), 0.0) == (PlannedEvent("azure", "E1"), "")
+    assert event_to_acknowledge(both, {PlannedEvent("azure", "E1")}, 0.0) is None
 
 
 def test_each_event_once_whatever_else_stands() -> None:
     told = [stands("E2", "b"), stands("E1", "b"), stands("E2", "a")]
-    first = next_event(told, (), 0.0)
+    first = event_to_acknowledge(told, (), 0.0)
     assert first == (PlannedEvent("azure", "E1"), "b")
-    assert next_event(told, {first[0]}, 0.0) == (PlannedEvent("azure", "E2"), "a")
+    assert event_to_acknowledge(told, {first[0]}, 0.0) == (PlannedEvent("azure", "E2"), "a")
 
 
 @pytest.mark.parametrize("told", [stands(source="gcp-preempted"), stands(certain=False), stands(lead_s=0.0)])
 def test_not_what_has_begun_may_not_come_or_knows_no_such_word(told: StandingNotice) -> None:
-    assert next_event([told], (), 0.0) is None
+    assert event_to_acknowledge([told], (), 0.0) is None
 
 
 class Planning(Warned):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, PAST_S, ExitTiming
 from ckpt.agent.preemption.notice_listener import NoticeListeners
+from ckpt.agent.preemption.notice_relay import OUTLIVES_S, PAST_S, ExitTiming
 from ckpt.errors import UsageError
 from ckpt.events import Event, Events
 from ckpt.ipc.notice_sources import Sources

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 import pytest
 
 from ckpt.agent.preemption import notice_relay
-from ckpt.agent.preemption.deadline_strategy import PAST_S, ExitTiming
-from ckpt.agent.preemption.notice_relay import NOTICES_MAX, RelayedNotice, parse_relayed_notices, parse_returned_notices
+from ckpt.agent.preemption.notice_relay import (
+    NOTICES_MAX,
+    PAST_S,
+    ExitTiming,
+    RelayedNotice,
+    parse_relayed_notices,
+    parse_returned_notices,
+)
 from ckpt.errors import CkptError
 from ckpt.preemption import notice
 from ckpt.preemption.notice import Notice, Withdrawn

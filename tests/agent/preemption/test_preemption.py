@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.deadline_strategy import OUTLIVES_S, SLACK, Course, ExitTiming
 from ckpt.agent.preemption.exit_vote import ASK_LATE_S, AWAY_S
-from ckpt.agent.preemption.notice_relay import StandingNotice
-from ckpt.agent.preemption.preemption import END_S, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S
+from ckpt.agent.preemption.notice_relay import OUTLIVES_S, ExitTiming, StandingNotice
+from ckpt.agent.preemption.preemption import END_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SLACK
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import REJOIN_S, SaveReason, WorkState
 from ckpt.ipc.control_page import GRADIENTS_WAIT, MID_STEP, SUB_MAX, ControlPage, ControlWord, RankPlace, WordKind
@@ -78,7 +77,7 @@ def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() ->
     driver.save_once()
     driver.warn(2 * DAY_S)
     at_s = driver.now_s + 2 * DAY_S
-    assert driver.group.course is Course.STAY
+    assert not driver.group.is_time_to_leave
     assert not driver.is_hold()
     need_s = driver.group.lead_time_s
     assert RESERVE_S < need_s < RESERVE_S + 10
@@ -288,12 +287,12 @@ def test_by_what_a_start_has_left_the_next_one_does_not_and_takes_one_more_just_
     driver = Warned(every=1000)
     former = Warned()
     former.save_once()
-    driver.group.inherit_timings(former.group)
+    driver.group.inherit_timing(former.group)
     assert driver.group.lead_time_s == former.group.lead_time_s < 60.0, "what saving took is known"
     driver.make_ready()
     driver.train(10.0)
     driver.warn(60.0, exit_timing=ExitTiming.NOT_AGAIN)
-    assert driver.group.is_warned(driver.now_s), "what is complete is committed out of its turn"
+    assert driver.group.is_warned(driver.now_s), "a failure is none of this job's"
     due_s = driver.now_s + 60.0
     while driver.now_s < due_s - driver.group.lead_time_s - 1.0:
         assert driver.word().step >= 1000, "not yet"
@@ -309,7 +308,7 @@ def test_by_what_a_start_has_left_the_next_one_does_not_and_takes_one_more_just_
     driver.commit()
     driver.train(60.0)
     assert driver.word().step >= 1000, "and then as before, also when the time is over"
-    assert driver.group.course is Course.STAY
+    assert not driver.group.is_time_to_leave
     assert not driver.outcomes()
     driver.warn(10.0, "2")
     assert driver.is_hold(), "another one is another matter"
@@ -322,10 +321,9 @@ def test_how_long_saving_takes_is_not_guessed_before_a_start_has_learnt_what_it_
     driver.steps = [0, 0]
     driver.warn(40.0, exit_timing=ExitTiming.NOT_AGAIN)
     due_s = driver.now_s + 40.0
-    assert not driver.group.is_extra_pending, "which would be over with what the start goes on from"
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is None or wake_s > driver.now_s
-    driver.group.inherit_timings(former.group)
+    driver.group.inherit_timing(former.group)
     driver.group.record_start(0, driver.now_s)
     driver.steps = [1, 1]
     driver.make_ready()
@@ -367,30 +365,13 @@ def committed(driver: Warned, count: int) -> int:
     return found
 
 
-def test_a_certain_notice_costs_one_commit_out_of_turn_before_it_is_time_to_leave_by_it() -> None:
-    """It may be taken back. Told again, or moved by a little, it is the same one."""
+def test_a_certain_notice_costs_nothing_before_it_is_time_to_leave_by_it() -> None:
+    """It may be taken back."""
     driver = Warned()
     driver.save_once()
     driver.group.set_intervals(10.0, 10_000.0, driver.now_s)
-    assert committed(driver, 2) == 0
     driver.warn(200.0)
-    deadline_s = driver.now_s + 200.0
-    near_s = deadline_s - driver.group.lead_time_s - NEAR_S
-    assert committed(driver, 3) == 0, "it is not near"
-    driver.train(near_s + 1.0 - driver.now_s)
-    newest = driver.group.newest_slot
-    assert newest is not None
-    assert driver.group.committing_slot == newest.number, "what is complete, at once"
-    driver.commit()
-    assert committed(driver, 1) == 0
-    driver.warn(deadline_s + 30.0 - driver.now_s)
     assert committed(driver, 5) == 0
-    driver.group.withdraw_notice("cloud", "1")
-    assert committed(driver, 4) == 0
-    driver.warn(100.0)
-    assert driver.group.committing_slot is not None, "that is another one"
-    driver.commit()
-    assert committed(driver, 2) == 0
     driver.train(driver.group.deadline_s(driver.now_s) - driver.group.lead_time_s - driver.now_s)
     assert driver.is_hold(), "and then it is time to leave"
     assert driver.group.committing_slot is not None, "what is complete, as long as that does not delay the last one"
@@ -438,51 +419,28 @@ def test_a_notice_that_was_false_and_is_never_taken_back_costs_nothing_more_afte
     assert driver.group.is_warned(driver.now_s), "the same one with a time ahead is news"
 
 
-def test_a_predicted_failure_costs_one_checkpoint_that_is_committed_out_of_turn() -> None:
+def test_one_that_is_uncertain_costs_one_checkpoint_that_is_committed_out_of_turn() -> None:
     driver = Warned(every=1000)
     driver.save_once()
     driver.group.set_intervals(1000.0, 10_000.0, driver.now_s)  # neither is due for long
     driver.decide()
-    assert driver.group.protected_since_s > 0
     before = driver.group.committed_version
-    driver.group.request_extra()
-    driver.decide()
+    driver.warn(600.0, certain=False)
     word = driver.word()
     assert (word.kind, word.step <= driver.steps[0] + 2) == (WordKind.TAKE, True)
     driver.complete()
     driver.commit()
     assert driver.group.committed_version == Version(word.step) > before
-    assert not driver.group.is_extra_pending
     driver.train(20.0)
     assert driver.word() is None, "and then as before"
     assert not driver.outcomes()
-
-
-def test_no_other_is_asked_for_while_a_commit_that_began_before_keeps_it_from_the_store() -> None:
-    driver = Warned(every=100)
-    driver.complete()
-    driver.train(1.0)
-    driver.group.request_extra()
-    driver.decide()
-    assert driver.word().step <= driver.steps[0] + 3
-    driver.complete()
-    assert driver.group.committing_slot is not None
-    assert driver.group.is_extra_pending, "it is nowhere but here"
-    driver.commit()
-    assert not driver.group.is_extra_pending, "it is on its way"
-    driver.commit("the store is gone")
-    assert driver.group.is_extra_pending
-    driver.train(5.0)
-    driver.commit()
-    assert not driver.group.is_extra_pending
 
 
 def test_one_that_reaches_no_store_is_tried_again() -> None:
     driver = Warned()
     driver.save_once()
     driver.group.set_intervals(30.0, 10_000.0, driver.now_s)
-    driver.group.request_extra()
-    driver.decide()
+    driver.warn(600.0, certain=False)
     word = driver.word()
     driver.complete()
     driver.commit("the store is gone")
@@ -542,7 +500,7 @@ def test_one_that_moves_away_again_is_left_by_later() -> None:
     word = driver.take()
     driver.warn(DAY_S)
     assert driver.hold(word) == {0: False, 1: False}
-    assert driver.group.course is Course.STAY
+    assert not driver.group.is_time_to_leave
 
 
 def successor(world: int = 3) -> Warned:
@@ -790,32 +748,33 @@ def test_an_agent_that_sent_them_away_itself_reports_once() -> None:
     assert len(driver.outcomes()) == 1
 
 
-def test_what_is_complete_is_pushed_where_another_snapshot_cannot_reach_the_store() -> None:
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_what_is_complete_is_committed_first_where_the_last_one_cannot_reach_the_store(is_begun: bool) -> None:
     driver = Warned(every=10)
     driver.complete()
     driver.now_s += 20.0
     driver.commit()
+    if not is_begun:
+        driver.group.set_intervals(10_000.0, 10_000.0, driver.now_s)
     driver.complete()  # its commit will take about twenty seconds, too
+    assert (driver.group.committing_slot is not None) is is_begun
     driver.warn(15.0)
-    assert driver.group.course is Course.COMMIT_NEWEST
-    assert driver.word() is None
+    older = driver.group.committing_slot
+    assert older is not None
+    word = driver.take()
+    assert driver.hold(word) == {0: True, 1: True}
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.decide()
+    assert driver.group.committing_slot == older
+    assert not giving_up(driver)
     driver.now_s += 5.0
     driver.commit()
-    assert driver.is_hold(), "there is time left to leave in order"
-
-
-def test_what_was_to_be_pushed_when_the_run_became_anothers_is_reported_once() -> None:
-    driver = Warned(every=10)
-    driver.complete()
-    driver.now_s += 20.0
-    driver.commit()
-    driver.complete()
-    driver.warn(15.0)
-    assert driver.group.course is Course.COMMIT_NEWEST
-    driver.group.supersede("00000002-x")
-    for _ in range(3):
-        driver.decide()
-    assert [body["how"] for body in driver.outcomes()] == ["pushed"]
+    assert driver.group.committing_slot == word.slot
+    driver.now_s += 9.0
+    driver.decide()
+    (body,) = driver.outcomes()
+    assert (body["how"], body["level"], body["step"]) == ("left", "local", word.step)
+    assert body["committed_step"] == driver.group.committed_version.step  # type: ignore[union-attr]
 
 
 def test_a_deadline_that_passes_while_the_machine_stays_is_reported_and_training_goes_on() -> None:
@@ -828,8 +787,11 @@ def test_a_deadline_that_passes_while_the_machine_stays_is_reported_and_training
     assert driver.answers("rank-holds")[0]["leave"] is False
     assert [body["how"] for body in driver.outcomes()] == ["stayed"]
     driver.now_s += 60.0
-    driver.decide()
+    driver.stage(word.attempt_number, Version(word.step), word.slot, range(1, 2))
+    assert driver.hold(word, range(1, 2))[1] is False, "who comes later goes on, too"
     assert len(driver.outcomes()) == 1
+    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.decide()
     assert driver.word().kind is WordKind.TAKE
 
 
@@ -1232,8 +1194,9 @@ def test_it_is_not_waited_for_where_other_nodes_keep_what_it_has() -> None:
     assert driver.group.committing_slot is not None
 
 
-def giving_up(driver: Warned) -> list[int]:
-    return [each.slot for each in driver.said if isinstance(each, do.StopCommit)]
+def giving_up(driver: Warned) -> int:
+    """How many commits it has cancelled."""
+    return sum(isinstance(each, do.CancelCommit) for each in driver.said)
 
 
 def leaves_beside_a_commit(takes_s: float, since_s: float, lead_s: float, explicit: bool = False) -> Warned:
@@ -1281,48 +1244,16 @@ def test_a_commit_is_given_up_for_the_last_one_only_where_that_fits_alone_and_no
     assert older is not None
     assert newest is not None
     assert older != newest.number
-    assert giving_up(driver) == [older] * gives_way
+    assert giving_up(driver) == gives_way
     for _ in range(100):
         driver.now_s += 0.1
         driver.decide()
-    assert giving_up(driver) == [older] * gives_way, "what time alone brings changes nothing, and once is enough"
+    assert giving_up(driver) == gives_way, "what time alone brings changes nothing, and once is enough"
 
 
-@pytest.mark.parametrize(("left_s", "gives_way"), [(13.5, False), (16.0, True), (23.5, True), (24.5, False)])
-def test_what_is_hashed_already_takes_no_time_of_that(left_s: float, gives_way: bool) -> None:
-    """Hashing takes 4 s, and then a commit 14 s, of which the older one has had 4 s when the last one is complete."""
-    driver = Warned(every=10)
-
-    def hashed(word: ControlWord) -> None:
-        driver.decide()
-        driver.now_s += 4.0
-        driver.group.record_assembly(word.slot, word.attempt_number, "")
-        driver.decide()
-
-    def complete() -> None:
-        word = driver.word()
-        driver.steps = [word.step] * 2
-        driver.stage(word.attempt_number, Version(word.step), word.slot)
-        hashed(word)
-
-    complete()
-    driver.now_s += 14.0
-    driver.commit()
-    complete()
-    older = driver.group.committing_slot
-    signalled(driver, left_s + 4.0)
-    word = driver.take()
-    driver.hold(word)
-    hashed(word)
-    assert driver.group.newest_slot is not None
-    assert driver.group.newest_slot.number == word.slot
-    assert giving_up(driver) == [older] * gives_way
-
-
-def test_then_the_last_one_begins_and_what_gave_way_stays_until_it_is_in_the_store() -> None:
+def test_then_the_last_one_begins_and_who_waits_for_what_gave_way_is_told() -> None:
     driver = leaves_beside_a_commit(18.0, 1.0, 30.0, explicit=True)
-    older, newest = driver.group.committing_slot, driver.group.newest_slot
-    assert older is not None
+    newest = driver.group.newest_slot
     assert newest is not None
     driver.commit("it was broken off")
     told = [
@@ -1330,12 +1261,9 @@ def test_then_the_last_one_begins_and_what_gave_way_stays_until_it_is_in_the_sto
     ]
     (store,) = [body for body in told if body["level"] == "store"]
     assert not store["ok"]
-    assert "given up for that of" in store["message"], "whoever waits for it"
     assert driver.group.committing_slot == newest.number, "at once"
-    assert driver.group.slots[older].attempt is not None
     driver.now_s += 18.0
     driver.commit()
-    assert driver.group.slots[older].attempt is None
     (body,) = driver.outcomes()
     assert (body["level"], body["error"], body["left_s"]) == ("store", "", 12.0)
 
@@ -1350,56 +1278,15 @@ def test_one_that_ended_before_it_could_be_broken_off_is_committed_like_any_othe
     assert driver.group.committing_slot == newest.number
 
 
-def test_a_last_one_that_fails_after_that_is_tried_again_as_if_nothing_else_had_failed() -> None:
+def test_a_last_one_that_fails_after_that_is_tried_again() -> None:
     driver = leaves_beside_a_commit(5.0, 1.0, 8.0)
     newest = driver.group.newest_slot
     assert newest is not None
     driver.commit("it was broken off")
     driver.commit("503")
-    driver.now_s += 2.0
+    driver.now_s += 4.0
     driver.decide()
     assert driver.group.committing_slot == newest.number
-
-
-@pytest.mark.parametrize("explicit", [True, False])
-def test_what_gave_way_is_tried_again_once_the_last_one_has_failed_for_good(explicit: bool) -> None:
-    """Nothing newer will be in the store, and it may be all that is saved."""
-    driver = leaves_beside_a_commit(18.0, 1.0, 30.0, explicit)
-    older, newest = driver.group.committing_slot, driver.group.newest_slot
-    assert older is not None
-    assert newest is not None
-    for rank in range(2):
-        driver.group.record_leave_request(rank, ("leave", rank))
-    driver.commit("it was broken off")
-    assert driver.group.committing_slot == newest.number
-    driver.commit("a node has not written its part")
-    assert driver.group.committing_slot == older
-    driver.commit()
-    step = 15 if explicit else 20
-    assert driver.group.committed_version is not None
-    assert driver.group.committed_version.step == step
-    assert driver.levels("store")[str(driver.group.committed_version)]
-    said = driver.answers("leave")
-    assert said == {
-        rank: {"committed": str(driver.group.committed_version), "error": "a node has not written its part"}
-        for rank in range(2)
-    }
-    driver.now_s += 30.0
-    driver.decide()
-    (body,) = driver.outcomes()
-    assert (body["level"], body["committed_step"], body["error"]) == ("local", step, "a node has not written its part")
-
-
-def test_once_only_as_any_other() -> None:
-    driver = leaves_beside_a_commit(18.0, 1.0, 30.0)
-    for rank in range(2):
-        driver.group.record_leave_request(rank, ("leave", rank))
-    driver.commit("it was broken off")
-    driver.commit("503")
-    driver.commit("503 again")
-    assert driver.group.committing_slot is None
-    assert len(giving_up(driver)) == 1
-    assert set(driver.answers("leave")) == {0, 1}, "nobody waits any longer"
 
 
 def test_a_save_that_waits_for_its_turn_is_committed_behind_the_last_one_that_would_come_too_late_else() -> None:
@@ -1429,33 +1316,6 @@ def test_a_save_that_waits_for_its_turn_is_committed_behind_the_last_one_that_wo
     driver.now_s += 18.0
     driver.commit()
     assert driver.group.committed_version == Version(word.step), "which is the newest that is there"
-
-
-@pytest.mark.parametrize("error", ["", "a node hangs"])
-def test_nothing_gives_way_where_the_last_one_is_safe_without_a_commit(error: str) -> None:
-    driver = Warned(every=10)
-    driver.group.is_replication_on = True
-    driver.group.placement = (Kept("", 1, ("b",)),)
-
-    def copied(error: str = "") -> None:
-        assert driver.group.replicating_slot is not None
-        driver.group.record_replication(driver.group.replicating_slot, error, driver.now_s)
-        driver.decide()
-
-    driver.complete()
-    copied()
-    driver.now_s += 18.0
-    driver.commit()
-    driver.complete()
-    copied()
-    signalled(driver, 25.0)
-    word = driver.take()
-    driver.hold(word)
-    driver.group.record_assembly(word.slot, word.attempt_number, "")
-    driver.decide()
-    assert not giving_up(driver), "copies come first"
-    copied(error)
-    assert bool(giving_up(driver)) is bool(error)
 
 
 @pytest.mark.parametrize(("lost", "level"), [("b", "local"), ("c", "peer")])
@@ -1653,16 +1513,13 @@ def test_what_is_to_be_taken_by_the_clock_comes_at_a_poll_once_a_step_takes_long
     assert driver.polls < driver.word().sub + 2
 
 
-@pytest.mark.parametrize("asked_by", ["an alarm", "an uncertain notice", "a notice that was left by"])
+@pytest.mark.parametrize("asked_by", ["an uncertain notice", "a notice that was left by"])
 def test_one_checkpoint_more_that_is_asked_for_does_not_wait_for_the_end_of_an_evaluation(asked_by: str) -> None:
     driver = Polling()
     driver.save_once()
     driver.train(2.0)
     driver.train(2.0)
-    if asked_by == "an alarm":
-        driver.group.request_extra()
-        driver.decide()
-    elif asked_by == "an uncertain notice":
+    if asked_by == "an uncertain notice":
         driver.warn(20.0, certain=False)
     else:
         driver.warn(10.0, exit_timing=ExitTiming.NOT_AGAIN)
@@ -1730,16 +1587,8 @@ def in_an_evaluation(polls: int) -> Polling:
 def test_in_an_evaluation_with_polls_a_last_one_is_taken_where_it_fits_whatever_the_step_takes() -> None:
     driver = in_an_evaluation(polls=60)
     driver.warn(30.0)
-    assert driver.group.course is Course.HOLD
     assert driver.is_hold()
     assert driver.polls < driver.word().sub <= driver.polls + 4
-
-
-@pytest.mark.parametrize("polls", [0, 1])
-def test_in_a_silent_one_what_is_complete_is_pushed(polls: int) -> None:
-    driver = in_an_evaluation(polls)
-    driver.warn(30.0)
-    assert driver.group.course is Course.COMMIT_NEWEST
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -1814,7 +1663,7 @@ class InTurns(Polling):
 
 @pytest.mark.parametrize("amid", [False, True])
 @pytest.mark.parametrize("polls", [1, 2, 3])
-@pytest.mark.parametrize("by", ["a notice", "the clock", "an alarm"])
+@pytest.mark.parametrize("by", ["a notice", "the clock", "an uncertain notice"])
 def test_what_each_of_many_evaluations_has_too_few_polls_for_is_taken_at_the_end_of_a_step(
     by: str, polls: int, amid: bool
 ) -> None:
@@ -1827,9 +1676,8 @@ def test_what_each_of_many_evaluations_has_too_few_polls_for_is_taken_at_the_end
     driver.taken.clear()
     if by == "a notice":
         driver.warn(600.0, exit_timing=ExitTiming.AT_ONCE)
-    elif by == "an alarm":
-        driver.group.request_extra()
-    driver.decide()
+    elif by == "an uncertain notice":
+        driver.warn(600.0, certain=False)
     for seconds in [1.0, 10.0] * 10:
         driver.turn(seconds)
     assert driver.taken

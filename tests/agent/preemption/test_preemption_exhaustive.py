@@ -29,8 +29,7 @@ import pytest
 import xxhash
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.deadline_strategy import ExitTiming
-from ckpt.agent.preemption.notice_relay import StandingNotice
+from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
 from ckpt.agent.preemption.preemption import END_S
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.rank_presence import Presence

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.deadline_strategy import ExitTiming
-from ckpt.agent.preemption.notice_relay import StandingNotice
+from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import WorkState
 from ckpt.ipc.notice_sources import SIGNAL_SOURCE
@@ -41,7 +40,6 @@ class Noticed(Sim):
         if self.random.random() < 0.7:
             self.group.placement = RING  # else who keeps what is not known, as with parity
         self.commit_s = self.random.choice((None, None, None, 0.5, 2.0, 6.0))
-        self.copied_first = False
         self.standing: dict[tuple[str, str], StandingNotice] = {}  # what the machine's owner says
         self.signals: dict[int, tuple[float, float]] = {}  # rank -> (when, deadline)
         self.restarts = 0
@@ -279,7 +277,6 @@ class Noticed(Sim):
             assert self.now_s <= self.by_s, "what was saved is said when the earliest deadline has passed"
 
     def do_Commit(self, action: do.Commit) -> None:
-        self.copied_first = self.copied_first or bool(self.group.delegated_nodes)
         super().do_Commit(action)
         if self.commit_s is not None and self.random.random() < 0.2:
             self.in_agent(self.commit_s * self.random.random(), self.notice_beside_a_commit, self.commit_s)
@@ -316,13 +313,8 @@ def run(seed: int) -> Noticed:
         assert sim.group.committed_version == max(sim.completed), "the last one did not reach the store"
     if sim.verdict and not sim.broken:
         assert not any(r.alive and not r.left for r in sim.ranks)
-    for version, agent in sim.gave_way.items():
-        assert version in sim.told_store or agent is not sim.group, (
-            f"nobody was told that the commit of {version} gave way"
-        )
-    if sim.gave_way and not (sim.broken or sim.restarts):
-        is_there = sim.group.committed_version is not None and sim.group.committed_version >= max(sim.gave_way)
-        assert is_there or sim.tried_again, "what gave way is not in the store, nor is what is newer"
+    if not sim.restarts:
+        assert sim.gave_way <= sim.told_store, "nobody was told that a commit gave way"
     if sim.told and not sim.broken:
         assert [each for each in sim.outcomes if each["how"] == "left"], "they left, and nobody said what was saved"
         assert sim.left_saved(), "what they had all staged is not in the store"
@@ -336,7 +328,7 @@ def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int, seed:
     count = SCHEDULES // 2
     reached = Counter[str]()
     # The schedules have to reach what they are there for: some of it one in two hundred does.
-    all_of_it = ("left", "ended", "agents", "restarted", "stayed", "copied", "pushed", "nearer", "gave way")
+    all_of_it = ("left", "ended", "agents", "restarted", "stayed", "nearer", "gave way")
     wanted = all_of_it if SCHEDULES >= 1000 else ()
     for seed in range(first, first + 10 * count):
         if seed >= first + count and all(reached[what] for what in wanted):
@@ -348,7 +340,6 @@ def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int, seed:
         reached["left"] += bool(sim.verdict)
         reached["ended"] += sim.end_told
         reached["agents"] += bool(sim.restarts)
-        reached["copied"] += sim.copied_first
         reached["nearer"] += sim.nearer
         reached["gave way"] += bool(sim.gave_way)
         reached["restarted"] += bool(sim.restarts and sim.completed)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from ckpt.errors import CkptError
 from ckpt.events import Event, Events, JsonLines
 from ckpt.settings import Settings
-from ckpt.storage.names import redact_url
 from ckpt.threads import Tasks
 
 if TYPE_CHECKING:
@@ -34,12 +33,11 @@ Heard = Callable[[tuple[str, ...], Sequence["Alarm"]], None]
 
 class SignalReader:
     """Owns the thread and the file. `heard` is called on the main thread with the watching sources and the new alarms.
-    `step_ratio`: this node's step time over its peers' median, as last told; None: unknown."""
+    `url`: without secrets, for the file."""
 
     def __init__(
         self, settings: Settings, url: str, post: Callable[[Callable[[], None]], None], heard: Heard, events: Events
     ) -> None:
-        self.step_ratio: float | None = None
         self._settings, self._post, self._on_signals, self._events = settings, post, heard, events
         self._is_reading = False
         # Keeps readings between the lines `signals.begin` and `signals.end`.
@@ -48,7 +46,7 @@ class SignalReader:
         self._failures: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._signal_log: JsonLines | None = None
         self._tasks: Tasks | None = None
-        self._log_header = {"by": "agent", "node": socket.gethostname(), "url": redact_url(url), "pid": os.getpid()}
+        self._log_header = {"by": "agent", "node": socket.gethostname(), "url": url, "pid": os.getpid()}
 
     @property
     def is_reading(self) -> bool:
@@ -116,7 +114,7 @@ class SignalReader:
         while not self._failures.empty():
             watch.record_failure(self._failures.get())
         before = watch.sources
-        values = sampler.read(now_s, self.step_ratio)
+        values = sampler.read(now_s)
         alarms = watch.add_reading(now_s, values)
         rounded = {name: float(f"{value:.6g}") for name, value in values.items()}
         with self._log_lock:

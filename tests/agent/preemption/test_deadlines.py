@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.preemption.deadline_strategy import Course, SaveTiming, choose_course, survives_nodes
 from ckpt.agent.preemption.notice_relay import StandingNotice
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import WorkState
+from ckpt.agent.state.retention_rule import survives_nodes
+from ckpt.agent.state.step_timing import SaveTiming
 from ckpt.ipc.control_page import WordKind
 from ckpt.placement.placement import Kept
 from ckpt.types import Version
@@ -19,25 +19,6 @@ from tests.agent.preemption.test_preemption import Warned
 
 RING = (Kept("", 1, ("b",)), Kept("b", 1, ("",)))
 BYTES = 1e9
-
-
-@pytest.mark.parametrize(
-    ("left_s", "commit_s", "copy_s", "pushes", "course"),
-    [
-        (30.0, 10.0, 1.0, False, Course.HOLD),  # with room to spare
-        (12.0, 10.0, 1.0, False, Course.REPLICATE),  # it may fit; the copies surely do
-        (12.0, 10.0, None, False, Course.HOLD),
-        (8.0, 10.0, 1.0, True, Course.REPLICATE),  # newer than what is complete
-        (8.0, 10.0, None, True, Course.COMMIT_NEWEST),
-        (8.0, 10.0, 9.0, True, Course.COMMIT_NEWEST),  # neither fits
-        (8.0, 10.0, 9.0, False, Course.HOLD),  # nothing is there to be pushed: perhaps it goes faster
-        (12.0, 10.0, 11.0, False, Course.HOLD),  # who copies slower than he commits commits
-    ],
-)
-def test_the_deadline_chooses(
-    left_s: float, commit_s: float, copy_s: float | None, pushes: bool, course: Course
-) -> None:
-    assert choose_course(left_s, commit_s, copy_s, pushes) is course
 
 
 def test_copies_outlast_the_nodes_that_go_where_somebody_who_stays_has_each() -> None:
@@ -122,38 +103,16 @@ class Linked(Warned):
         self.run(lambda: not self._events)
 
 
-# Deadline -> how the last step is saved, and where it is when the machine goes away, for a gigabyte.
-TABLE: dict[tuple[float, float | None], dict[float, tuple[Course, str]]] = {
-    (100e6, 1000e6): {  # ten seconds to the store, one to the other node
-        120.0: (Course.HOLD, "store"),
-        60.0: (Course.HOLD, "store"),
-        30.0: (Course.HOLD, "store"),
-        10.0: (Course.REPLICATE, "peer"),
-        5.0: (Course.REPLICATE, "peer"),
-        2.0: (Course.REPLICATE, "peer"),
-    },
-    (20e6, 200e6): {  # fifty, and five
-        120.0: (Course.HOLD, "store"),
-        60.0: (Course.REPLICATE, "store"),  # the other node commits it in time, too
-        30.0: (Course.REPLICATE, "peer"),
-        10.0: (Course.REPLICATE, "peer"),
-        5.0: (Course.COMMIT_NEWEST, "peer"),  # an older one is there already
-        2.0: (Course.COMMIT_NEWEST, "peer"),
-    },
-    (100e6, None): {  # nobody keeps copies
-        120.0: (Course.HOLD, "store"),
-        60.0: (Course.HOLD, "store"),
-        30.0: (Course.HOLD, "store"),
-        10.0: (Course.COMMIT_NEWEST, "local"),
-        5.0: (Course.COMMIT_NEWEST, "local"),
-        2.0: (Course.COMMIT_NEWEST, "local"),
-    },
-    (1000e6, 100e6): {  # a store that is quicker than the other node
-        120.0: (Course.HOLD, "store"),
-        10.0: (Course.HOLD, "store"),
-        5.0: (Course.HOLD, "store"),
-        2.0: (Course.HOLD, "store"),
-    },
+# Deadline -> where the last step is when the machine goes away, for a gigabyte.
+TABLE: dict[tuple[float, float | None], dict[float, str]] = {
+    # Ten seconds to the store, one to the other node.
+    (100e6, 1000e6): {120.0: "store", 60.0: "store", 30.0: "store", 10.0: "peer", 5.0: "peer", 2.0: "peer"},
+    # Fifty, and five.
+    (20e6, 200e6): {120.0: "store", 60.0: "store", 30.0: "peer", 10.0: "peer", 5.0: "local", 2.0: "local"},
+    # Nobody keeps copies.
+    (100e6, None): {120.0: "store", 60.0: "store", 30.0: "store", 10.0: "local", 5.0: "local", 2.0: "local"},
+    # A store that is quicker than the other node.
+    (1000e6, 100e6): {120.0: "store", 10.0: "store", 5.0: "store", 2.0: "store"},
 }
 
 
@@ -167,33 +126,33 @@ FAR = {
 
 @pytest.mark.parametrize("far", FAR)
 @pytest.mark.parametrize(
-    ("links", "lead_s", "course", "level"),
-    [(links, lead_s, *found) for links, row in TABLE.items() for lead_s, found in row.items()],
+    ("links", "lead_s", "level"), [(links, *found) for links, row in TABLE.items() for found in row.items()]
 )
-def test_from_two_minutes_to_two_seconds_what_is_chosen_fits_and_is_reported(
-    links: tuple[float, float | None], lead_s: float, course: Course, level: str, far: str
+def test_from_two_minutes_to_two_seconds_where_the_last_step_is_is_what_is_reported(
+    links: tuple[float, float | None], lead_s: float, level: str, far: str
 ) -> None:
     driver = Linked(*links)
     driver.measured()
+    before = driver.group.committed_version
     for source, key, node in FAR[far]:
         end_s = driver.now_s + 2 * 86400.0
         driver.group.add_notice(StandingNotice(source, key, end_s, driver.now_s, nodes=frozenset({node})))
     deadline_s = driver.now_s + lead_s
     driver.group.add_notice(StandingNotice("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
-    driver.decide()
-    driver.run(lambda: driver.group.course is not Course.STAY)
-    assert driver.group.course is course
+    driver.run(driver.held)
     driver.run(lambda: driver.now_s >= deadline_s - 0.1)
     told = driver.outcomes()[-1]
-    assert (told["how"], told["level"]) == ("pushed" if course is Course.COMMIT_NEWEST else "left", level)
+    assert (told["how"], told["level"]) == ("left", level)
     assert told["left_s"] >= 0
+    assert before is not None
+    assert told["step"] > before.step, "a last one is taken, however late it is"
     assert (told["committed_step"] == told["step"]) is (level == "store")
     if level == "local":
         assert driver.commit_s >= lead_s, "only what cannot be had at all is not"
         assert driver.copy_s is None or driver.copy_s >= lead_s
 
 
-def test_copies_come_before_the_commit_and_are_made_though_all_ranks_are_gone() -> None:
+def test_copies_of_the_last_step_are_made_though_all_ranks_are_gone() -> None:
     driver = Linked(20e6, 200e6)
     driver.measured()
     driver.group.add_notice(
@@ -204,34 +163,11 @@ def test_copies_come_before_the_commit_and_are_made_though_all_ranks_are_gone() 
         driver.group.record_leave_request(rank, ("leave", rank))
     driver.run(lambda: driver.group.replicating_slot is not None)
     assert driver.group.all_gone
-    assert driver.group.committing_slot is None
-    driver.run(lambda: driver.group.committing_slot is not None)
+    driver.run(lambda: driver.group.replicating_slot is None)
     newest = driver.group.newest_slot
     assert newest is not None
     assert newest.attempt is not None
-    assert newest.attempt.replication_state is WorkState.DONE
-    assert driver.group.delegated_nodes == {"b"}, "who stays writes its part"
-
-
-@pytest.mark.parametrize("error", ["a link was cut", ""])
-def test_where_the_copies_fail_or_take_too_long_it_is_committed_all_the_same(error: str) -> None:
-    driver = Linked(20e6, 200e6)
-    driver.measured()
-    deadline_s = driver.now_s + 30.0
-    driver.group.add_notice(StandingNotice("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
-    driver.copy_s = 1000.0
-    driver.run(lambda: driver.held() and driver.group.replicating_slot is not None)
-    assert driver.group.committing_slot is None
-    if error:
-        driver.group.record_replication(driver.group.replicating_slot or 0, error, driver.now_s)
-        driver.decide()
-    else:
-        wake_s = driver.group.next_wake_s(driver.now_s)
-        assert wake_s is not None
-        assert wake_s <= deadline_s
-        driver.run(lambda: driver.now_s >= deadline_s)
-    assert driver.group.committing_slot is not None
-    assert not driver.group.delegated_nodes
+    assert driver.group.replicated_version == newest.attempt.version
 
 
 def test_where_every_node_goes_nobody_is_left_to_copy_to() -> None:
@@ -239,8 +175,6 @@ def test_where_every_node_goes_nobody_is_left_to_copy_to() -> None:
     driver.measured()
     nodes = frozenset({"", "b"})
     driver.group.add_notice(StandingNotice("cloud", "1", driver.now_s + 10.0, driver.now_s, nodes=nodes))
-    driver.decide()
-    assert driver.group.course is Course.COMMIT_NEWEST
     driver.run(driver.outcomes)
     assert driver.outcomes()[0]["level"] == "local", "whose copies go as well"
 
@@ -254,26 +188,8 @@ def test_a_node_that_goes_soon_after_is_no_survivor() -> None:
         )
     driver.decide()
     assert driver.group.doomed_nodes == {"", "b"}
-    assert driver.group.course is Course.COMMIT_NEWEST
-
-
-def test_what_is_complete_is_pushed_to_where_it_can_still_go() -> None:
-    driver = Linked(20e6, 200e6)
-    driver.measured()
-    driver.group.set_intervals(8.0, 8.0, driver.now_s)
-    driver.run(lambda: driver.group.replicating_slot is not None and driver.group.committing_slot is not None)
-    driver.group.add_notice(
-        StandingNotice("cloud", "1 on node b", driver.now_s + 7.0, driver.now_s, nodes=frozenset({"b"}))
-    )
-    driver.decide()
-    assert driver.group.course is Course.COMMIT_NEWEST, "another copy would have to wait for this one"
-    newest = driver.group.newest_slot
-    assert newest is not None
-    assert newest.attempt is not None
-    driver.run(driver.outcomes, 10.0)
-    (told,) = driver.outcomes()
-    assert (told["level"], told["step"]) == ("peer", newest.attempt.version.step)
-    assert (told["how"], told["peer_step"]) == ("pushed", told["step"])
+    driver.run(driver.outcomes)
+    assert driver.outcomes()[0]["level"] == "local"
 
 
 def test_where_the_newest_gets_nowhere_it_is_said_which_one_stays_in_other_nodes_memory() -> None:
