@@ -443,6 +443,7 @@ class Checkpointer:
                 calling_framework.report_unsaved(self.state, self.events)
             steps = Steps(found.version.step, saver, updates, watch, self.events)
             shutdown = Shutdown(saver.link, tasks, self.events, settings)
+            shutdown.save_again = self._save_again
             appointments = Appointments(steps, saver, updates, shutdown)
             fail_all = functools.partial(saver.link.levels.fail_all, "the block was left before that was known")
             ends = [shutdown.close, last.close, fail_all, *ends, shutdown.end_threads, self._mark_exited]
@@ -589,6 +590,14 @@ class Checkpointer:
                 if link.agent_restarts != restarts:
                     version = steps.begin_version()
         return failure
+
+    def _save_again(self, until_s: float) -> None:
+        """Saves the last step anew: the ranks leave, and the agent that had its snapshot is dead. `until_s`: on the
+        monotonic clock. A failure shows in what the next agent says of the store."""
+        parts = self._parts
+        with contextlib.suppress(CkptError):
+            self._save_now("exit", parts.steps.begin_version(), {}, until_s)
+            parts.saver.wait_for_copies(max(1.0, until_s - time.monotonic()))
 
     def _leave_torn(self, why: str) -> CkptError | None:
         """Leaves without a snapshot, as after an exception: half an update may be in the state. Returns the failure, if

@@ -4,7 +4,7 @@ and reads the clock only for ages of the store's times."""
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -14,7 +14,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from ckpt.agent.runtime.node_names import replace_agent_names
 from ckpt.cli import out
 from ckpt.ipc.failure_domains import without_host
 from ckpt.policy.adaptive import format_duration
@@ -74,12 +73,11 @@ def render(status: Facts, hidden: Collection[str] = ()) -> RenderableType:
     # The coordinator has the account. What this agent has is of a time when it was the coordinator.
     if status.get("followed_jobs") and (job is None or job["superseded_by"]):
         job = account = None
-    nodes = status.get("nodes") or {}
-    parts: list[RenderableType] = [_rows(_head(status, job, account), hidden, nodes)]
+    parts: list[RenderableType] = [_rows(_head(status, job, account), hidden)]
     if account is not None and job is not None:
         parts += [Text(), _Levels(*_levels(job, account)), Text()]
     events = 1 if "older events" in hidden else EVENTS
-    parts.append(_rows(_body(status, job, account, events), hidden, nodes))
+    parts.append(_rows(_body(status, job, account, events), hidden))
     return Group(*parts)
 
 
@@ -103,8 +101,8 @@ class Fitted:
         yield shown
 
 
-def _rows(rows: Iterator[Row], hidden: Collection[str] = (), nodes: Mapping[str, str] | None = None) -> Table:
-    """The rows as a grid. `nodes`: the nodes' names, by the names of their agents."""
+def _rows(rows: Iterator[Row], hidden: Collection[str] = ()) -> Table:
+    """The rows as a grid."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column()
@@ -112,7 +110,7 @@ def _rows(rows: Iterator[Row], hidden: Collection[str] = (), nodes: Mapping[str,
     for label, text, style in rows:
         of = label or of
         if of not in hidden:
-            grid.add_row(Text(label, "bold"), Text(out.printable(replace_agent_names(text, nodes or {})), style))
+            grid.add_row(Text(label, "bold"), Text(out.printable(text), style))
     return grid
 
 
@@ -146,7 +144,7 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[R
         )
     if status.get("metrics"):
         agent += f", metrics at {status['metrics']}"
-    yield "agent", agent + (f"; {status['name']}" if status.get("name") in (status.get("nodes") or {}) else ""), ""
+    yield "agent", agent + (f"; {status['name']}" if status.get("name") else ""), ""
     if status.get("lending"):
         yield from _lending(status["lending"])
         return

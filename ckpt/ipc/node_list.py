@@ -17,20 +17,14 @@ NODES_MAX = 4096
 ADDRESSES_MAX = 32
 DOMAINS_MAX = 8
 
-NodeRow = tuple[str, list[str], list[str], list[int], int, str]  # name, addresses, domains, ranks, link_bytes_s, host
+NodeRow = tuple[str, list[str], list[str], list[int], int]  # name, addresses, domains, ranks, link_bytes_s
 
 
 def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
-    """The node list as a blob. `nodes`: each with name, addresses, domains, ranks and, if known, link_bytes_s and host
-    (see NodeAt); the node of rank 0 first."""
-    rows = [
-        [
-            *(node[key] for key in ("name", "addresses", "domains", "ranks")),
-            node.get("link_bytes_s", 0),
-            node.get("host", ""),
-        ]
-        for node in nodes
-    ]
+    """The node list as a blob. `nodes`: each with name, addresses, domains, ranks and, if known, link_bytes_s (see
+    NodeAt); the node of rank 0 first."""
+    keys = "name", "addresses", "domains", "ranks"
+    rows = [[*(node[key] for key in keys), node.get("link_bytes_s", 0)] for node in nodes]
     packed: bytes = msgpack.packb(rows)
     return packed
 
@@ -49,15 +43,8 @@ def decode_nodes(blob: bytes) -> list[NodeRow]:
         if not isinstance(rows, list) or not 0 < len(rows) <= NODES_MAX:
             raise UsageError(f"the list of nodes must name 1 to {NODES_MAX} nodes")
         return [
-            (
-                str(name),
-                list(map(str, addresses)),
-                list(map(str, domains)),
-                list(map(int, ranks)),
-                max(0, int(link)),
-                str(host),
-            )
-            for name, addresses, domains, ranks, link, host in rows
+            (str(name), list(map(str, addresses)), list(map(str, domains)), list(map(int, ranks)), max(0, int(link)))
+            for name, addresses, domains, ranks, link in rows
         ]
     except (AgentError, ValueError, TypeError, OverflowError) as exc:
         raise UsageError(f"the list of nodes is not valid: {exc!r:.200}") from exc
@@ -68,15 +55,13 @@ class NodeAt:
     """One node of a job.
 
     `name`: the name of its agent. `addresses`: where the agent listens, best first. `ranks`: the ranks on the node.
-    `domains`: its failure domains, widest first. `link_bytes_s`: speed of its link each way; 0: unknown. `host`: the
-    host name for people; "": unknown."""
+    `domains`: its failure domains, widest first. `link_bytes_s`: speed of its link each way; 0: unknown."""
 
     name: str
     addresses: tuple[Address, ...]
     ranks: tuple[int, ...]
     domains: tuple[str, ...] = ()
     link_bytes_s: int = 0
-    host: str = ""
 
 
 def parse_nodes(blob: bytes, world: int) -> tuple[NodeAt, ...]:
@@ -89,9 +74,8 @@ def parse_nodes(blob: bytes, world: int) -> tuple[NodeAt, ...]:
             tuple(ranks),
             limit_domains(domains),
             link_bytes_s,
-            host[:100],
         )
-        for name, addresses, domains, ranks, link_bytes_s, host in decode_nodes(blob)
+        for name, addresses, domains, ranks, link_bytes_s in decode_nodes(blob)
     ]
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:
         raise UsageError(f"the list of nodes must name each of the {world} ranks once, rank 0 on the first node")

@@ -169,9 +169,8 @@ def test_memory_only_nodes_that_the_job_names_have_a_line_each_and_one_that_is_n
     assert "10.0.0.9:7777 is not there: it has not answered yet" in lines[at + 2]
 
 
-def test_a_node_is_called_by_its_host_and_ranks_whoever_it_is() -> None:
-    one, two = f"{1:016x}", f"{2:016x}"
-    nodes = {one: "node gpu-1 (ranks 0-3)", two: "node gpu-2 (ranks 4-7)"}
+def test_a_node_is_called_by_its_agents_name() -> None:
+    nodes = one, two = "gpu-1:17-a1b2c3", "gpu-2:18-a1b2c3"
     row = {f"{name}_bytes": 1 << 20 for name in ("slots", "kept", "copies", "buffers", "total", "sends", "receives")}
     rows = [{"node": name, "allowed_bytes": 1 << 30, "bound": "", **row} for name in nodes]
     job = {**JOB, "memory": {**JOB["memory"], "nodes": rows, "nodes_left_out": 0}}
@@ -180,45 +179,43 @@ def test_a_node_is_called_by_its_host_and_ranks_whoever_it_is() -> None:
         "sources": {"memory": {**source, "proven": True, "lead_s": None}},
         "standing": [{"node": two, "source": "memory", "for_s": 1.0}],
     }
-    text = view.text({**STATUS, "name": one, "nodes": nodes, "job": job, "predictions": foreseen}, 200)
+    text = view.text({**STATUS, "name": one, "job": job, "predictions": foreseen}, 200)
     agent = next(line for line in text.splitlines() if line.startswith("agent"))
     assert "on node3, up" in agent
-    assert agent.endswith("; node gpu-1 (ranks 0-3)")
-    assert "node gpu-2 (ranks 4-7): slots" in text
-    assert "node gpu-2 (ranks 4-7) may fail" in text
+    assert agent.endswith(f"; {one}")
+    assert f"{two}: slots" in text
+    assert f"{two} may fail" in text
     follows = {"epoch": "e", "ranks": [4, 5], "coordinator": one, "connected": True}
-    followed = {**STATUS, "name": two, "nodes": nodes, "job": None, "account": None, "followed_jobs": [follows]}
+    followed = {**STATUS, "name": two, "job": None, "account": None, "followed_jobs": [follows]}
     text = view.text(followed, 200)
-    assert "watch it at its coordinator, node gpu-1 (ranks 0-3)\n" in text
+    assert f"watch it at its coordinator, {one}\n" in text
     follows["connected"] = False
-    assert "node gpu-1 (ranks 0-3), from which this node is cut off" in view.text(followed, 200)
+    assert f"{one}, from which this node is cut off" in view.text(followed, 200)
 
 
 def test_who_is_cut_off_from_the_coordinator_is_named_and_what_follows() -> None:
-    nodes = {f"{2:016x}": "node gpu-2 (ranks 4-7)"}
     cut_off = [
-        {"node": f"{2:016x}", "ranks": [4, 5, 6, 7], "for_s": 42.0},
+        {"node": "gpu-2:18-a1b2c3", "ranks": [4, 5, 6, 7], "for_s": 42.0},
         {"node": None, "ranks": [1], "for_s": 3.0},
     ]
-    lines = view.text({**STATUS, "nodes": nodes, "job": {**JOB, "cut_off": cut_off}}, 200).splitlines()
+    lines = view.text({**STATUS, "job": {**JOB, "cut_off": cut_off}}, 200).splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("cut off"))
     then = "no snapshot is taken until it is connected again"
-    assert f"node gpu-2 (ranks 4-7), for 42 s: {then}" in lines[at]
+    assert f"node gpu-2:18-a1b2c3, for 42 s: {then}" in lines[at]
     assert f"1 rank of this node, for 3 s: {then}" in lines[at + 1]
 
 
 def test_a_notice_to_another_node_is_not_said_to_be_one_to_this_machine() -> None:
-    two = f"{2:016x}"
+    two = "gpu-2:18-a1b2c3"
     one = {"left_s": 25.0, "certain": True, "source": "aws", "key": f"spot on node {two}", "nodes": [two]}
     # Ranks of several nodes got one signal: its key names no node.
     signal = {**one, "source": "signal", "key": "SIGTERM"}
     standing = [one, signal, {**signal, "nodes": ["", two]}]
-    nodes = {two: "node gpu-2 (ranks 4-7)"}
     notices = {**JOB["notices"], "standing": standing}
-    text = view.text({**STATUS, "nodes": nodes, "job": {**JOB, "notices": notices}}, 200)
-    assert "node gpu-2 (ranks 4-7) goes away in 25 s (aws spot); 12 s are needed" in text
-    assert " node gpu-2 (ranks 4-7) goes away in 25 s (signal SIGTERM)" in text
-    assert "this machine, node gpu-2 (ranks 4-7) go away in 25 s (signal SIGTERM)" in text
+    text = view.text({**STATUS, "job": {**JOB, "notices": notices}}, 200)
+    assert f"node {two} goes away in 25 s (aws spot); 12 s are needed" in text
+    assert f" node {two} goes away in 25 s (signal SIGTERM)" in text
+    assert f"this machine, node {two} go away in 25 s (signal SIGTERM)" in text
 
 
 FOLLOWS = {"epoch": "e", "ranks": [1], "coordinator": "a", "connected": True}

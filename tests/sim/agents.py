@@ -27,7 +27,6 @@ from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.agent import Agent
 from ckpt.agent.node.memory_node import MemoryNode, MemoryNodeOptions
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
-from ckpt.agent.runtime.node_names import NodeNames
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
 from ckpt.ipc import client, messages
@@ -242,7 +241,6 @@ class SimServer(EventLoop):
     def __init__(self, agent: AgentProcess) -> None:
         self.path = agent.fabric.folder(agent.number) / "agent.sock"
         self.peers: dict[SimPeer, None] = {}
-        self.node_names = NodeNames()
         self.is_end_requested = self.pending_warning = False
         self.agent = agent
 

@@ -201,6 +201,10 @@ class SimRank(FakeRank):
                 return dict(answer.fields)
             except AgentError:
                 self._find()
+                if outcome == "notice" and not self.gone:
+                    self.sub += 1
+                    with contextlib.suppress(CkptError):
+                        self.save(Version(self.step, self.sub), "exit")
         return {}
 
     def save_last(self) -> None:

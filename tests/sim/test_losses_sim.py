@@ -273,46 +273,6 @@ def test_what_a_restarted_agent_could_not_take_over_before_a_rank_died_is_what_t
         del memory._STORES[life.url]
 
 
-@pytest.mark.parametrize("back", ["at once", "after an agent was started again", "never"])
-def test_what_a_link_is_cut_for_while_a_restarted_agent_asks_for_it_is_not_taken_for_lost(back: str) -> None:
-    """A rank of the other node dies, too, where that does not come back."""
-    with living(0) as world:
-        life = Life(world, 0, replace(read_settings(), notices="off"))
-        life.nodes, life.refuses, life.lender = [0, 1], True, None
-        life.options |= {"peers": None, "policy": {"steps": 10, "seconds": None}}
-
-        def run() -> Counter[str]:
-            job = SimJob(life.fabric, (0, 1), life.key, life.options)
-            job.start(1000, lambda rank: 1.0)
-            world.run(lambda: life.told(job, "local") > 0, LONG_S)
-            life.safe = life.told(job, "local")
-            agents = life.fabric.agents
-            life.fabric.kill(0)
-            world.run(lambda: 0 in agents and agents[0].node.current_job is not None, LONG_S)
-            now = agents[0].node.current_job
-            assert now is not None
-            world.run(lambda: now._arena_handover is None, LONG_S)
-            assert now.scheduler.is_recovering
-            me, other = (agents[node].network for node in (0, 1))
-            assert me is not None
-            assert other is not None
-            life.fabric.cut(me.agent_name, other.agent_name)
-            if back == "after an agent was started again":
-                life.fabric.kill(1)
-            elif back == "never":
-                life.take_away(job, 1)
-                world.run(lambda: not now.scheduler.is_recovering, LONG_S)
-                assert now.has_unread_arenas
-                return Counter()
-            world.run(lambda: not now.scheduler.is_recovering, LONG_S)
-            assert [each.version.step for each in now.checkpoint_identities()] == [life.safe]
-            job.die(0.1)
-            return Counter()
-
-        life.live(run)
-    del memory._STORES[life.url]
-
-
 @pytest.mark.parametrize(("first", "then"), [((0,), (0, 1)), ((0, 0), (0, 0, 1, 2)), ((1,), (0, 1))])
 def test_what_a_job_of_one_node_has_in_memory_only_is_what_several_nodes_go_on_from(
     first: tuple[int, ...], then: tuple[int, ...]

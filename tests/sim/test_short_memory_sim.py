@@ -149,6 +149,11 @@ class Short(Life):
             return
         self.changed = False
         left = self._left(promise)
+        jobs = [agent.node.current_job for agent in self.fabric.agents.values()]
+        led = [job for job in jobs if job is not None and job.is_taken_over and job.epoch == promise.identity.epoch]
+        if any(job.scheduler.has_division and job.scheduler.slot_limit < 2 for job in led):
+            self.promise = None  # of a former agent, whose only slot the next snapshot takes
+            return
         if left < 0:
             return
         lost = self._lost(promise)
@@ -340,7 +345,6 @@ class Short(Life):
             patch.setattr(SimRank, "wait_warm", lambda rank: fake.FakeRank.wait_warm(rank, LONG_S))
             patch.setattr("ckpt.agent.runtime.memory_plan.total_bytes", lambda: memory_pressure.RESERVE_PARTS * SLOT)
             patch.setattr("ckpt.agent.replication.replication_manager.WORK_BYTES", 1 << 16)
-            patch.setattr("ckpt.agent.replication.replication_manager.SCRATCH_BYTES", 1 << 16)
             patch.setattr("ckpt.agent.replication.rebuild_queue.SCRATCH_BYTES", 1 << 16)
             return super().live(run)
 

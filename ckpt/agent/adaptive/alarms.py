@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.preemption.notice_relay import StandingNotice, node_key
 from ckpt.agent.preemption.preemption import NOTICES_MAX
 from ckpt.agent.runtime.event_loop import EventLoop
-from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.state.job_facts import REJOIN_S
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.errors import AgentError
@@ -193,7 +192,7 @@ class Alarms:
         if ends or job.scheduler.is_warned(now_s):
             self._failed_epoch = job.epoch  # the job was leaving or at its end: that is no failure
             return None
-        return now_s, job.ranks.node_of(bad.rank) if isinstance(job.ranks, AllShares) else OWN_NODE
+        return now_s, job.ranks.node_of(bad.rank)
 
     def _count_failure(self, job: Job, node: str, at_s: float) -> None:
         # Seconds from an alarm until the state is replicated, or stored.
@@ -239,7 +238,7 @@ def _is_over(job: Job) -> bool:
 def _disconnected_nodes(job: Job) -> dict[str, float]:
     """The other nodes without a connected rank though no rank has left: since when, by node."""
     members, found = job.scheduler.rank_states, dict[str, float]()
-    if not isinstance(job.ranks, AllShares) or not members.summary.disconnected:
+    if not members.summary.disconnected:
         return found
     for node, ranks in job.ranks.remote_ranks.items():
         since = [members[rank].disconnected_s for rank in ranks if not members[rank].has_failed]

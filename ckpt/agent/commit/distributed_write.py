@@ -1,6 +1,9 @@
-"""The distributed write of one commit: each node writes the frames that it holds. If a node fails or is slow, a holder
-of its replica writes that part, or a node that rebuilds the part from parity. This applies to the committing node's own
-part too.
+"""The distributed write of one commit: each node writes the frames that it holds. If a node fails or is overdue, a
+holder of its replica writes that part. This applies to the committing node's own part too. A part that nobody writes
+fails the commit.
+
+All parts begin together. A part is overdue only by comparison with the parts that are already written: their time,
+scaled by bytes, plus a margin. If no part is written yet, the store may be slow for all nodes, and no part is overdue.
 
 Each attempt at a part has keys of its own (StoreClient.write), so two attempts may run at once. The main thread decides
 which attempt counts. Nothing refers to the packs of the other attempt, and prune deletes them.
@@ -11,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -22,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.agent.commit.store_client import StoreClient
-from ckpt.agent.commit.write_timeout import overdue_s
 from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError
@@ -35,15 +36,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-# Returns the nodes that have a replica of a node's part, or can rebuild it now, best first. Arguments: the node's name;
-# True to include rebuilds while that node is reachable but slow or failing.
-FindProviders = Callable[[str, bool], Sequence[str]]
+SLOWDOWN_MAX = 3.0  # times the slowest written part: encoding and uploading vary that much between equal nodes
+
+# Returns the nodes that keep a replica of the named node's part, best first.
+FindHolders = Callable[[str], Sequence[str]]
 # Called with what was written, or with None and the reason.
 OnWritten = Callable[["Written | None", str], None]
-# Has a node write frames. Arguments: its name ("" for this node), the frames, `slow`, `cancel`, the callback. `slow`:
-# busy nodes that a rebuild should not use. `cancel`: set once nobody waits for the result. This node then stops its
-# puts at once. Other nodes are told only if the whole commit is given up (see give_up).
-RequestWrite = Callable[[str, WriteRequest, frozenset[str], threading.Event, OnWritten], None]
+# Has a node write frames. Arguments: its name ("" for this node), the frames, `cancel`, the callback. A node without a
+# verified replica refuses. `cancel`: set once nobody waits for the result. This node then stops its puts at once. Other
+# nodes are told only if the whole commit is given up (see give_up).
+RequestWrite = Callable[[str, WriteRequest, threading.Event, OnWritten], None]
+
+
+def overdue_s(written: Sequence[tuple[float, int]], nbytes: int, margin_s: float) -> float | None:
+    """Seconds after the common beginning from which a part of `nbytes` is overdue; None: unknown yet. `written`:
+    (seconds, bytes) of each part that is written.
+
+    A part with more bytes than a written one may take longer in proportion. A smaller part gets no shorter time, since
+    a part takes time beyond that for its bytes."""
+    scaled = [seconds * max(1.0, nbytes / size) for seconds, size in written if size]
+    return SLOWDOWN_MAX * max(scaled) + margin_s if scaled else None
 
 
 def write_part(
@@ -73,7 +85,8 @@ def write_part(
 
 @dataclass(slots=True)
 class _Part:
-    """The part that one node was asked to write. `names`: other nodes to ask, best first."""
+    """The part that one node was asked to write. `next_nodes`: holders of its replica to ask, best first. `error`: why
+    the owner has failed; "" if it has not."""
 
     owner: str
     request: WriteRequest
@@ -81,48 +94,37 @@ class _Part:
     future: Future[Written]
     next_nodes: list[str] = field(default_factory=list)
     pending_nodes: set[str] = field(default_factory=set)  # nodes that have not answered
-    failed_nodes: set[str] = field(default_factory=set)
-    errors: list[str] = field(default_factory=list)
-    has_timer: bool = False  # a check of it is scheduled
-    is_refused: bool = False  # by a reachable node
+    error: str = ""
     cancel: threading.Event = field(default_factory=threading.Event)
 
 
 class DistributedWrite:
     """The parts of one commit: an OtherWriters of store.commit. The first node that has written a part counts.
 
-    `ranks`: by node name, "" for this node. `others`: see Others. These nodes write a part if its own node fails, or is
-    overdue by `overdue_s` with `margin_s`. Once that node fails, nodes that refused while it was only slow are asked
-    again. `ask`: see Ask. `others`, `ask` and the callbacks of `later` run on the main thread, reached by `post`."""
+    `ranks`: by node name, "" for this node. `holders`: these nodes write a part, one after the other, if its own node
+    fails or is overdue by `overdue_s` with `margin_s`. `holders`, `ask` and the callbacks of `later` run on the main
+    thread, reached by `post`."""
 
     def __init__(
         self,
         checkpoint: MemoryCheckpoint,
         options: JobOptions,
         ranks: Mapping[str, frozenset[int]],
-        others: FindProviders,
+        holders: FindHolders,
         ask: RequestWrite,
         post: Callable[[Callable[[], None]], None],
         later: Callable[[float, Callable[[], None]], None],
         margin_s: float,
         clock: Clock | None = None,
-        safe: Callable[[], bool | None] = lambda: True,
     ) -> None:
-        """`safe`: True if all replicas or parity are in place; None: they are on their way. Until it is True, no slow
-        node's part goes to another node, since that one may have no replica yet. While it is None, nodes that failed
-        are asked once more."""
-        self._is_replicated = safe
         self._checkpoint, self._options = checkpoint, options
-        self._ranks_by_node, self._find_providers, self._request_write, self._post = ranks, others, ask, post
+        self._ranks_by_node, self._find_holders, self._request_write, self._post = ranks, holders, ask, post
         self._call_later, self._margin_s, self._clock = later, margin_s, clock or SystemClock()
         self._began_s = 0.0
         self._parts: list[_Part] = []
-        self._is_over = self._has_failed_part = False
-        # No part with a timer is overdue before this: parts that are written meanwhile make it due no earlier.
-        self._first_due_s = 0.0
-        self._slowest_written: list[
-            tuple[float, int]
-        ] = []  # of written parts: the two that decide when others are overdue
+        self._is_over = False
+        # (seconds, bytes) of the two written parts that decide when others are overdue.
+        self._slowest_written: list[tuple[float, int]] = []
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
         """The futures of all parts that cover `todo`. Called on the committing thread."""
@@ -186,121 +188,48 @@ class DistributedWrite:
                 part.future.set_result(result)
                 self._record_written(part.nbytes)
                 return
-            part.failed_nodes.add(name)
-            self._has_failed_part = True
             why = f"{_node_label(name)} has not written {'its' if name == part.owner else 'that'} part: {error}"
             if name == part.owner:
-                part.errors.insert(0, why)  # the owner's own error says most
-                part.next_nodes = self._available_nodes(part, slow=False)
-            else:
-                part.errors.append(why)
-            if not self._assign_next_node(part, why):
-                self._handle_failed_parts()
+                part.error = why
+                # All are asked, also those that had no replica while the owner was only slow.
+                part.next_nodes = self._other_holders(part)
+                if part.pending_nodes:
+                    return
+            self._assign_next_holder(part, why)
 
-        # If the node itself has failed, no other node is left out: a rebuild may need all of them.
-        slow = frozenset({part.owner}) if part.is_refused or part.owner in part.pending_nodes else frozenset[str]()
-        if part.owner in part.pending_nodes:
-            slow |= self._slow_nodes()
         part.pending_nodes.add(name)
-        self._request_write(name, part.request, slow, part.cancel, answered)
+        self._request_write(name, part.request, part.cancel, answered)
 
-    def _assign_next_node(self, part: _Part, why: str) -> bool:
-        """Asks the next node in `part.names`; returns False if there is none."""
-        if not part.next_nodes:
-            return False
-        log.warning("%s; another node that has a copy, or makes one, writes it", why)
-        self._assign_part(part, part.next_nodes.pop(0))
-        return True
+    def _assign_next_holder(self, part: _Part, why: str) -> None:
+        """Asks the next holder. If there is none, the owner is waited for, or the part has failed."""
+        if part.next_nodes:
+            log.warning("%s; another node that has a copy writes it", why)
+            self._assign_part(part, part.next_nodes.pop(0))
+        elif not part.pending_nodes:
+            part.future.set_exception(AgentError(part.error))
 
-    def _handle_failed_parts(self) -> None:
-        """Handles parts that no node writes any more: asks other nodes, waits, or fails the part.
-
-        A part of a reachable node without replicas is rebuilt only after the store has taken another part. Otherwise
-        the store itself is probably failing, and each rebuild would be wasted. The committing node's own part does not
-        even wait for other parts, since that node must also put the record."""
-        for part in self._parts if self._has_failed_part else ():
-            if part.future.done() or part.pending_nodes or not part.errors:
-                continue
-            is_open = part.owner != "" and any(self._is_under_way(each) for each in self._parts)
-            may_take = bool(self._slowest_written) or is_open
-            if may_take and self._is_replicated() is None and self._available_nodes(part, slow=True):
-                part.failed_nodes.clear()  # nodes without a replica may have one by then
-                self._schedule_check(part, self._margin_s)
-                continue
-            part.next_nodes = self._untried_nodes(part, slow=False)
-            part.is_refused = not part.next_nodes
-            if part.is_refused and may_take:
-                part.next_nodes = self._untried_nodes(part, slow=True)
-                if part.next_nodes and not self._slowest_written:
-                    continue
-            if not self._assign_next_node(part, part.errors[0]):
-                part.future.set_exception(AgentError(part.errors[0]))
-
-    def _untried_nodes(self, part: _Part, slow: bool) -> list[str]:
-        return [name for name in self._available_nodes(part, slow) if name not in part.failed_nodes]
-
-    @staticmethod
-    def _is_under_way(part: _Part) -> bool:
-        return not part.future.done() and bool(part.pending_nodes or not part.errors)
-
-    def _available_nodes(self, part: _Part, slow: bool) -> list[str]:
-        """Other nodes to ask for this part now, best first; with `slow`, nodes that are slow themselves come last."""
-        names = [name for name in self._find_providers(part.owner, slow) if name not in part.pending_nodes]
-        return sorted(names, key=self._slow_nodes().__contains__) if slow else names
-
-    def _slow_nodes(self) -> frozenset[str]:
-        """Nodes that should have written their own part by now and have not, even if another node has written it."""
-        return frozenset(
-            part.owner
-            for part in self._parts
-            if part.owner in part.pending_nodes
-            and (part.future.done() or len(part.pending_nodes) > 1 or self._is_overdue(part))
-        )
+    def _other_holders(self, part: _Part) -> list[str]:
+        return [name for name in self._find_holders(part.owner) if name not in part.pending_nodes]
 
     def _record_written(self, nbytes: int) -> None:
         """Records a written part of `nbytes`. Only two written parts matter to `overdue_s`: the slowest, and the
-        slowest per byte."""
-        elapsed_s = self._elapsed_s
-        if nbytes:
-            written = [*self._slowest_written, (elapsed_s, nbytes)]
-            self._slowest_written = [max(written), max(written, key=lambda each: each[0] / each[1])]
-        if self._slowest_written and elapsed_s >= self._first_due_s:  # else none is overdue, and each has its timer
-            self._first_due_s = math.inf
-            for part in self._parts:
-                self._check_overdue(part)
-        self._handle_failed_parts()
+        slowest per byte. Later parts make none overdue earlier, so the first one sets all timers."""
+        if not nbytes:
+            return
+        before, written = self._slowest_written, [*self._slowest_written, (self._elapsed_s, nbytes)]
+        self._slowest_written = [max(written), max(written, key=lambda each: each[0] / each[1])]
+        for part in self._parts if not before else ():
+            self._check_overdue(part)
 
     def _check_overdue(self, part: _Part) -> None:
-        due_s = self._due_s(part)
-        if self._is_over or part.future.done() or due_s is None or part.errors or len(part.pending_nodes) > 1:
-            # A failed node was already followed by another, and a slow one needs only one other.
+        due_s = overdue_s(self._slowest_written, part.nbytes, self._margin_s)
+        if self._is_over or part.future.done() or part.error or due_s is None:
             return
-        left_s = max(due_s - self._elapsed_s, 0.0 if self._is_replicated() else self._margin_s)
-        if left_s > 0:
-            self._first_due_s = min(self._first_due_s, due_s)
-            self._schedule_check(part, left_s)
+        if (left_s := due_s - self._elapsed_s) > 0:
+            self._call_later(left_s, lambda: self._check_overdue(part))
             return
-        part.next_nodes = part.next_nodes or self._available_nodes(part, slow=True)
-        slow = f"{_node_label(part.owner)} takes longer than {due_s:.1f} s for its part"
-        self._assign_next_node(part, slow)
-
-    def _schedule_check(self, part: _Part, after_s: float) -> None:
-        def look() -> None:
-            part.has_timer = False
-            self._check_overdue(part)
-            if not self._is_over:
-                self._handle_failed_parts()
-
-        if not part.has_timer:  # parts written meanwhile make it due no earlier
-            part.has_timer = True
-            self._call_later(after_s, look)
-
-    def _is_overdue(self, part: _Part) -> bool:
-        due_s = self._due_s(part)
-        return due_s is not None and due_s <= self._elapsed_s
-
-    def _due_s(self, part: _Part) -> float | None:
-        return overdue_s(self._slowest_written, part.nbytes, self._margin_s)
+        part.next_nodes = self._other_holders(part)
+        self._assign_next_holder(part, f"{_node_label(part.owner)} takes longer than {due_s:.1f} s for its part")
 
     @property
     def _elapsed_s(self) -> float:

@@ -40,7 +40,7 @@ from ckpt.events import Event
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.bounded_msgpack import unpack_bounded
-from ckpt.ipc.control_page import SLOTS_MAX, ControlWord, WordKind
+from ckpt.ipc.control_page import ControlWord, WordKind
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NODES_MAX, NodeAt
 from ckpt.preemption.notice import Notice, Withdrawn
@@ -203,12 +203,7 @@ class FollowerJob:
             known.peer.unwatch_death()
             known.peer.disconnect()
         slots = [int(slot) for slot in fields["arenas"]] if resume else []
-        if len(slots) != len(message.fds) or not set(slots) <= set(range(SLOTS_MAX)):
-            raise AgentError(f"rank {rank} names {len(slots)} arenas and hands over {len(message.fds)}")
-        if known is None:
-            self.local_share.adopt_rank_arenas(rank, slots, message.fds)
-        else:
-            self.local_share.record_arenas(rank, slots, message.fds)
+        self.local_share.take_arenas(rank, slots, message.fds, is_new=known is None)
         if resume and self.terms is None:  # a former agent received the terms
             options = options_from(fields["options"])
             self.terms = CommitTerms(parse_claim(self.epoch, fields), options.codec, options.limits.bandwidth)

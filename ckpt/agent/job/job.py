@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.commit.store_client import options_from, policy_from
-from ckpt.agent.job.agent_restart import AgentRestart
 from ckpt.agent.job.job_context import RankConnection, Services
+from ckpt.agent.job.job_executor import JobExecutor
 from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice, strip_node
 from ckpt.agent.preemption.preemption import NOTICES_MAX
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.rereplicate import Rereplication
 from ckpt.agent.replication.restart_survey import RestartSurvey
 from ckpt.agent.restore.restore_session import RestoreSession
-from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.division import RankContents, parse_hashes, parse_layout
+from ckpt.agent.snapshots.inventory import find_sealed_snapshot
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import AnyPeer, RemotePeer, RemoteShare
 from ckpt.agent.state.cost_model import CostModel
@@ -46,13 +46,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 VALUES_BYTES_MAX = 1 << 40  # more than any machine's memory: a larger size is a mistake
+REJOIN_S = 120.0  # how long a restarted agent waits for the last rank to bring its arenas
 SOON_S = 3600.0  # a notice with more time left is not reported as a warning
 Sampled = tuple[str, tuple[int, ...]]  # a tensor's name, and the offset and shape of a box of it
 NAMES_MAX = 100  # in one event
 CUT_OFF_SHOWN = 8  # nodes
 
 
-class Job(AgentRestart):
+class Job(JobExecutor):
     """One job that this agent coordinates. `first`: the connection of rank 0 that began it. `nodes`: the nodes of its
     ranks, if there are several. `restore`: the candidate that the ranks are fetching. `trainers_gone_s`: when the last
     trainer was gone; None: not yet."""
@@ -113,6 +114,11 @@ class Job(AgentRestart):
         return self.scheduler.all_gone and not (self.scheduler.is_at_work or self.checkpoints or self.has_unread_arenas)
 
     @property
+    def has_unread_arenas(self) -> bool:
+        """True if arenas of a former agent may hold the newest checkpoint, for a start on several nodes to find."""
+        return self.is_taken_over and bool(self.nodes) and not self.checkpoints
+
+    @property
     def is_idle(self) -> bool:
         """True if no rank is here or waits for an answer, no work on the job's memory is under way, and no lease is
         held."""
@@ -148,7 +154,7 @@ class Job(AgentRestart):
 
     def find_share(self, node: str) -> RemoteShare | None:
         """Another node's share of the job; None: that node has none."""
-        return self.ranks.remote_shares.get(node) if isinstance(self.ranks, AllShares) else None
+        return self.ranks.remote_shares.get(node)
 
     def share_of(self, node: str) -> RemoteShare:
         """Another node's share of the job. Errors: AgentError if that node has no rank of the job."""
@@ -161,7 +167,7 @@ class Job(AgentRestart):
         """By node: the bytes left beside its slots and one generation of replicas."""
         nodes = self.ranks
         placement = self.replication_manager.placement if self.replication_manager is not None else None
-        if self.plan is None or not isinstance(nodes, AllShares):
+        if self.plan is None:
             return {}
         keeps = {load.node: load.keeps_bytes for load in placement.loads} if placement is not None else {}
         left = {name: plan.replica_bytes_max(self.plan.slots) for name, plan in nodes.plans_by_name().items()}
@@ -249,8 +255,9 @@ class Job(AgentRestart):
         options = options_from(fields["options"])
         sources = Sources.parse(fields.get("notice_sources"))
         peer.watch_death()
-        if resume:
-            self._take_arenas(rank, [int(slot) for slot in fields["arenas"]], message)
+        if resume and not self.ranks.node_of(rank):
+            slots = [int(slot) for slot in fields["arenas"]]
+            self.local_share.take_arenas(rank, slots, message.fds, is_new=known is None)
         if known is not None and known.peer is not peer:
             known.peer.unwatch_death()
             known.peer.disconnect()
@@ -275,8 +282,34 @@ class Job(AgentRestart):
         for body in self.scheduler.reconnect_messages() if resume else ():
             peer.send(body)
         peer.reply(request_id, {}, fds)
-        if self._arena_handover is not None and len(self._members) == self.world:
-            self._recover_checkpoints(self._arena_handover)
+        if len(self._members) == self.world:
+            self._end_takeover()
+
+    def take_over(self, claim: Claim) -> None:
+        """Takes over a running job whose agent died: its trainers bring their arenas within REJOIN_S."""
+        self.is_taken_over = self.scheduler.is_taking_over = True
+        for slot in self.scheduler.slots:
+            slot.is_handed_out = True
+        self._call_later(REJOIN_S, self._end_takeover)
+        self.begin_training(claim, resumed=True)
+        self._report_newest_stored(claim)
+
+    def _end_takeover(self) -> None:
+        """All ranks of a job that was taken over have joined, or are waited for no longer. Their arenas are empty slots
+        now. On several nodes complete snapshots stay until a newer one is safe, as far as there are slots: they may be
+        the primary copies of what peers keep."""
+        if not self.scheduler.is_taking_over:
+            return
+        inherited: dict[int, Version] = {}
+        for slot, by_rank in self.local_share.arenas.items():
+            if len(by_rank) == self.world:
+                self.scheduler.record_arenas(slot, tuple(by_rank[rank].size_bytes for rank in range(self.world)))
+            held = {found[0][0] if found else None for found in map(find_sealed_snapshot, by_rank.values())}
+            identity = held.pop() if len(held) == 1 else None
+            if self.nodes and identity is not None and identity.epoch == self.epoch:
+                inherited[slot] = identity.version
+        self.needs_restart_survey = len(self.nodes) > 1
+        self.scheduler.end_takeover(time.monotonic(), inherited)
 
     def message(self, rank: int, peer: AnyPeer, message: Message) -> None:
         fields, group = message.fields, self.scheduler
@@ -326,7 +359,7 @@ class Job(AgentRestart):
                 group.record_leave_request(rank, (peer, int(fields["id"])), in_order, insists=sent_away)
                 # This rank is done without the others.
                 if in_order and not sent_away and group.all_gone:
-                    self._give_up_recovery(f"rank {rank} has come to its end, and no other has come")
+                    self._end_takeover()
             case "notice":
                 name, left_s = str(fields["key"])[:50], parse_seconds(fields["left_s"], "notice: left_s")
                 told = Notice(time.time() + left_s, SIGNAL_SOURCE, True, name, f"rank {rank} got {name}")
@@ -387,7 +420,7 @@ class Job(AgentRestart):
             rank = 0 if self.starter_peer is peer and 0 not in self._members else None
         if rank is not None:
             self.scheduler.record_death(rank)
-            self._give_up_recovery(f"rank {rank} died")
+            self._end_takeover()
 
     def on_holder_lost(self, name: str) -> None:
         """The agent of that name is disconnected, and its replicas for this job may be lost. They are made anew as soon
@@ -431,7 +464,7 @@ class Job(AgentRestart):
         self.cost_model.has_replicas = self.scheduler.is_placement_complete
         self.scheduler.set_policy(given, now_s)
         if self.claim is not None:  # this agent took over a running job
-            self.cost_model.record_start(now_s, self.ranks.slowest_step())
+            self.cost_model.record_start(now_s, self.local_share.slowest_step())
         self.apply_cost_model()
 
     def _set_up_replication(self, option: Replicas | Parity | None) -> None:
@@ -449,7 +482,7 @@ class Job(AgentRestart):
         """Sends rank 0's bandwidth limit to the other nodes: to all, and to one that joins later or whose agent
         restarted. A node that was away also hears that replicas are no longer kept."""
         network, nodes = self._services.network(), self.ranks
-        if network is None or not isinstance(nodes, AllShares):
+        if network is None or not self.nodes:
             return
         rate = self.options.limits.peer_bandwidth
         if rank == 0:
@@ -573,11 +606,10 @@ class Job(AgentRestart):
         """Frees the job's memory. The caller ensures that no work is under way and no lease is held. `leave_others`:
         the other nodes keep their memory of the job."""
         self._is_dropped = True
-        self._give_up_recovery("")
         if self.restore is not None:
             self.restore.close()
         self.checkpoints.clear()
-        if isinstance(self.ranks, AllShares) and leave_others:
+        if leave_others:
             self.ranks.detach_remotes()
         self.ranks.drop()
         for member in self._members.values():

@@ -21,13 +21,11 @@ from ckpt.agent.commit.exports import Exports
 from ckpt.agent.commit.orphan_commit import check_due
 from ckpt.agent.commit.store_client import option_fields
 from ckpt.agent.job.job_context import JobContext
-from ckpt.agent.replication.rebuild import UNWANTED
 from ckpt.agent.runtime.workers import Lane, failure
-from ckpt.agent.snapshots.all_shares import AllShares
+from ckpt.agent.snapshots.candidates import MemoryEpoch, find_candidates
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest
 from ckpt.agent.state.cost_model import ABOUT, COSTS
-from ckpt.agent.state.job_facts import WorkState
 from ckpt.errors import Superseded, TransientError, Unsettled
 from ckpt.ipc.arena import Arena
 from ckpt.policy.export_rule import ExportRule
@@ -60,16 +58,16 @@ class JobCommits(JobContext):
         options = self.options
         about: dict[str, Any] = {}
         if self.cost_model is not None:
-            self.cost_model.record_commit_begin(self._hindmost_entered_s(), self.ranks.slowest_step())
+            self.cost_model.record_commit_begin(self._hindmost_entered_s(), self.local_share.slowest_step())
             about[ABOUT] = self.cost_model.record_fields(self._services.alarm_scores())
             about[COSTS] = {**self.cost_model.cost_fields(), **option_fields(self.policy, options.peers)}
-        ranks, left_over = self.ranks, bool(self.scheduler.superseded_by)
+        left_over = bool(self.scheduler.superseded_by)
         kept = self.replication_manager is not None and self.replication_manager.has_holders
         elsewhere: DistributedWrite | None = None
         self._cancel = cancel = threading.Event()
         self._distributed_write = None
-        if isinstance(ranks, AllShares) and (kept or ranks.remote_shares):  # else only this node has any of it
-            elsewhere = self._prepare_distributed_write(slot, checkpoint, ranks)
+        if kept or self.ranks.remote_shares:  # else only this node has any of it
+            elsewhere = self._prepare_distributed_write(checkpoint)
         self._announce_commit(checkpoint.identity)
 
         def commit() -> Committed:
@@ -82,31 +80,20 @@ class JobCommits(JobContext):
     def _announce_commit(self, identity: Identity | None) -> None:
         """Tells the other nodes which commit is under way, so that they keep their parts of it; None: it is over. A
         long commit may ask for their parts late."""
-        if isinstance(self.ranks, AllShares):
-            for share in self.ranks.remote_shares.values():
-                share.notify({"t": "pending-commit", "identity": str(identity) if identity is not None else None})
+        for share in self.ranks.remote_shares.values():
+            share.notify({"t": "pending-commit", "identity": str(identity) if identity is not None else None})
 
-    def _prepare_distributed_write(self, slot: int, checkpoint: MemoryCheckpoint, nodes: AllShares) -> DistributedWrite:
-        """The distributed write of this commit: each node writes its own frames, or a holder of replicas writes or
-        rebuilds them. A node without a verified replica refuses, and the next one is asked."""
-        attempt = self.scheduler.slots[slot].attempt
+    def _prepare_distributed_write(self, checkpoint: MemoryCheckpoint) -> DistributedWrite:
+        """The distributed write of this commit: each node writes its own frames, or a holder of replicas does."""
 
-        def safe() -> bool | None:
-            peer = attempt.replication_state if attempt is not None else None
-            return None if peer is WorkState.RUNNING else peer is WorkState.DONE
-
-        def others(name: str, slow: bool) -> list[str]:
-            return (
-                self.replication_manager.find_providers(checkpoint.identity, name, slow)
-                if self.replication_manager is not None
-                else []
-            )
+        def holders(name: str) -> list[str]:
+            manager = self.replication_manager
+            return manager.find_holders(checkpoint.identity, name) if manager is not None else []
 
         server, margin_s = self._services.server, self._services.heartbeat_s
         ask = functools.partial(self._request_part_write, checkpoint.arenas)
-        services = ask, server.post, server.call_later, margin_s
-        ranks = nodes.ranks_by_node
-        self._distributed_write = DistributedWrite(checkpoint, self.options, ranks, others, *services, safe=safe)
+        what = checkpoint, self.options, self.ranks.ranks_by_node, holders, ask
+        self._distributed_write = DistributedWrite(*what, server.post, server.call_later, margin_s)
         return self._distributed_write
 
     def abandon_commit(self) -> None:
@@ -131,42 +118,27 @@ class JobCommits(JobContext):
         own: Mapping[int, Arena],
         name: str,
         wanted: WriteRequest,
-        slow: frozenset[str],
         cancel: threading.Event,
         then: OnWritten,
     ) -> None:
-        """Has the part written by its own node, or by another one from a replica or by a rebuild. `own`: the arenas of
-        this node's ranks. Other parameters: see distributed_write.Ask."""
-        owners = {self.ranks.node_of(rank) for rank in np.unique(wanted.ranks).tolist()}
-        if not name and name in owners:
-            self._write_own_part(Lane.PART, wanted, own, cancel, then)
-            return
-        if self.replication_manager is None or name in owners:
-            self._request_replica_write(name, wanted, cancel, then)
-            return
-
-        def made(holder: str, error: str) -> None:
-            if error or cancel.is_set():
-                then(None, error or UNWANTED)
-            else:
-                self._request_replica_write(holder, wanted, cancel, then)
-
-        (owner,) = owners
-        self.replication_manager.rebuild_part(
-            wanted.identity, owner, name, slow, cancel.is_set, self._guard_callback(made)
+        """Has the part written by its own node, or by another one from a replica. `own`: the arenas of this node's
+        ranks. Other parameters: see distributed_write.RequestWrite."""
+        copies, network, ranks = (
+            self._services.replicas,
+            self._services.network(),
+            set(np.unique(wanted.ranks).tolist()),
         )
-
-    def _request_replica_write(self, name: str, wanted: WriteRequest, cancel: threading.Event, then: OnWritten) -> None:
-        nodes, copies = self.ranks, self._services.replicas
-        if isinstance(nodes, AllShares) and name in nodes.remote_shares:
-            nodes.remote_shares[name].write_frames(wanted, then)
+        if name in self.ranks.remote_shares:
+            self.ranks.remote_shares[name].write_frames(wanted, then)
             return
-        network = self._services.network()
         if name and network is not None:  # a memory-only node
             RemoteShare(network, name, self.epoch, self.world, ()).write_frames(wanted, then)
             return
+        if ranks <= own.keys():
+            self._write_own_part(Lane.PART, wanted, own, cancel, then)
+            return
         held = copies.arenas_of(wanted.identity) if copies is not None else {}
-        if copies is None or not set(np.unique(wanted.ranks).tolist()) <= held.keys():
+        if copies is None or not ranks <= held.keys():
             then(None, "it has no copies of them")
             return
 
@@ -204,7 +176,7 @@ class JobCommits(JobContext):
         self.scheduler.record_commit(slot, error, now_s, passes=_is_transient(done.exception()))
         if self.cost_model is not None:
             took = None if error else (done.result().seconds, done.result().stored_bytes)
-            self.cost_model.record_commit_end(self._hindmost_entered_s(), self.ranks.slowest_step(), took)
+            self.cost_model.record_commit_end(self._hindmost_entered_s(), self.local_share.slowest_step(), took)
             self.apply_cost_model()
         if error:
             self._services.account.record_commit_failure()
@@ -221,8 +193,24 @@ class JobCommits(JobContext):
 
     def _hindmost_entered_s(self) -> float:
         """When the hindmost rank entered its present step; now, if unknown."""
-        since_s = self.ranks.slowest_entered_s()
+        since_s = self.local_share.slowest_entered_s()
         return time.monotonic() if since_s is None else since_s
+
+    def _report_newest_stored(self, claim: Claim) -> None:
+        """Shows the newest checkpoint in the store of this epoch or its ancestors: this agent has committed none."""
+        store, account = self._services.store, self._services.account
+
+        def find() -> Identity | None:
+            line = find_candidates(store.open_run(impatient=True).view(), [MemoryEpoch(claim, ())])
+            return next((each.identity for each in line if each.records and each.identity.epoch <= claim.epoch), None)
+
+        def found(done: Future[Identity | None]) -> None:
+            if error := failure(done):
+                log.warning("what the store has is not known now, and is shown once something is committed: %s", error)
+            elif (identity := done.result()) is not None:
+                account.record_found("store", identity.epoch, identity.version)
+
+        self._run(Lane.STORE, find, found)
 
     def _prune(self) -> None:
         keep, store = self.options.keep, self._services.store

@@ -117,9 +117,7 @@ class JobContext:
         nodes."""
         # Made first, since it fails if there are too many ranks.
         self.local_share = LocalShare(world, services.workers, lambda: services.memory_use(epoch))
-        self.ranks: LocalShare | AllShares = (
-            AllShares(self.local_share, others, nodes[0].name) if nodes else self.local_share
-        )
+        self.ranks = AllShares(self.local_share, others, nodes[0].name if nodes else "")
         self.nodes = nodes
         self.epoch = epoch
         self.world = world

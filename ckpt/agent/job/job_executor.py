@@ -6,6 +6,7 @@ thread. Slow work goes to a lane of `Workers` and returns as a fact.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ from ckpt.agent.job.job_commit import JobCommits
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
 from ckpt.agent.runtime import memory_plan, memory_report
 from ckpt.agent.runtime.workers import Lane, failure
-from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.division import Division, make_division
+from ckpt.agent.snapshots.inventory import find_sealed_snapshot
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, StagedPart, assemble_checkpoint
 from ckpt.agent.snapshots.replica_check import ReplicaCheck
 from ckpt.agent.state import actions as do
@@ -189,7 +190,7 @@ class JobExecutor(JobCommits):
         return self._is_cramped or self.scheduler.slot_limit < SLOTS_MIN
 
     def _plans_by_node(self, plan: memory_plan.MemoryPlan) -> Mapping[str, memory_plan.MemoryPlan]:
-        return self.ranks.plans_by_name() if isinstance(self.ranks, AllShares) else {"": plan}
+        return self.ranks.plans_by_name() if self.nodes else {"": plan}
 
     def _free_parts_by_node(self, plan: memory_plan.MemoryPlan) -> dict[str, int]:
         """By node: the free memory for this job when it was last measured, in units of a PARTS-th of a slot."""
@@ -242,7 +243,7 @@ class JobExecutor(JobCommits):
         """Decides the placement of replicas; returns how many of `slots` remain beside them. `used`: slots already in
         use, which stay."""
         nodes, replication_manager = self.ranks, self.replication_manager
-        if replication_manager is None or not isinstance(nodes, AllShares):
+        if replication_manager is None:
             return slots
         before, sizes = replication_manager.placement_fields(), nodes.sum_by_node(dict(enumerate(division.arena_bytes)))
         slots = replication_manager.update_placement(sizes, nodes.plans_by_name(), used)
@@ -271,12 +272,12 @@ class JobExecutor(JobCommits):
 
     def memory_table(self) -> dict[str, Any] | None:
         """The memory table of all nodes; None: not planned yet."""
-        plan, nodes = self.plan, self.ranks
+        plan = self.plan
         if plan is None:
             return None
         plans = {"": plan}
-        if isinstance(nodes, AllShares):
-            found = nodes.plans_by_name()
+        if self.nodes:
+            found = self.ranks.plans_by_name()
             plans = {node.name: found[node.name] for node in self.nodes if node.name in found}
         peers = self.replication_manager.placement_fields() if self.replication_manager is not None else None
         return {**plan.table(), **memory_report.make_table(plans, plan.slots, peers)}
@@ -352,7 +353,12 @@ class JobExecutor(JobCommits):
         if self.scheduler.is_survey_pending:
             version = self.scheduler.replicated_version
             safe = Identity(self.epoch, version) if version is not None else None
-            held = [made.identity for made in self.checkpoints.values()]
+            arenas = (self.local_share.arenas.get(slot, {}).values() for slot in self.scheduler.inherited_versions)
+            sealed = map(find_sealed_snapshot, itertools.chain.from_iterable(arenas))
+            held = {
+                *(made.identity for made in self.checkpoints.values()),
+                *(found[0][0] for found in sealed if found is not None),
+            }
             replication_manager.find_replicated(self.epoch, safe, held, self.world, self._guard_callback(found_safe))
             return
         why_not = self.scheduler.why_not_replicated(identity.version)
@@ -425,7 +431,7 @@ class JobExecutor(JobCommits):
             if error:
                 self.scheduler.record_assembly(slot, number, error)
                 return
-            arenas = self.ranks.arenas[slot]
+            arenas = self.local_share.arenas[slot]
             self._run(
                 Lane.MEMORY,
                 lambda: assemble_checkpoint(identity, parts, arenas),
@@ -460,7 +466,7 @@ class JobExecutor(JobCommits):
             self.emit("outcome.failed", text, True, body)
 
     def _mark_notice_answered(self, source: str, key: str, node: str) -> None:
-        if node and isinstance(self.ranks, AllShares):
+        if node:
             self.ranks.remote_shares[node].notify({"t": "leave-ordered", "source": source, "key": key})
         elif self._services.notice_listeners is not None:
             self._services.notice_listeners.record_exit(source, key)
@@ -474,7 +480,7 @@ class JobExecutor(JobCommits):
             self.emit("notice.unacknowledged" if error else "notice.acknowledged", text, not error, facts)
 
         then = self._guard_callback(ended)
-        if node and isinstance(self.ranks, AllShares):
+        if node:
             self.ranks.remote_shares[node].acknowledge_event(source, key, then)
         elif self._services.notice_listeners is not None:
             self._services.notice_listeners.acknowledge_event(source, key, then)

@@ -97,6 +97,7 @@ class Scheduler(ExitVote):
         self._query_late_ranks(now_s)
         self._answer_unknown_holds(now_s)
         self._assemble_staged()
+        self._release_inherited_slots()
         if not (self.is_frozen or self.is_survey_pending):
             self._free_superseded_slots()
             self._release_peer_replicas()
@@ -169,6 +170,24 @@ class Scheduler(ExitVote):
                 slot.state = SlotState.STAGED
                 self._clear_control_word(attempt)
                 self._actions.append(Assemble(slot.number, attempt.number, attempt.version))
+
+    def _release_inherited_slots(self) -> None:
+        """Lets slots be used that have complete snapshots of a former agent. Before this agent's first one, one slot is
+        needed. Once it is known which version is replicated, only that one stays until a newer one is safe. None stays
+        where no newer one can come."""
+        newest = self.newest_slot.attempt if self.newest_slot is not None else None
+        stays = sorted(self.inherited_versions, key=lambda slot: self.inherited_versions[slot], reverse=True)
+        if self._is_rank_gone() or self.superseded_by:
+            stays = []
+        elif newest is None:
+            stays = stays[: max(0, self.slot_limit - 1)] if self.has_division else stays
+        elif newest.commit_state is WorkState.DONE:
+            stays = []
+        elif not self.is_survey_pending:
+            stays = [slot for slot in stays if self.inherited_versions[slot] == self.replicated_version]
+        for slot in self.inherited_versions.keys() - stays:
+            self.release_lease(slot)
+            del self.inherited_versions[slot]
 
     def _free_superseded_slots(self) -> None:
         newest, safe = self.newest_slot, self.replicated_slot
@@ -699,7 +718,9 @@ class Scheduler(ExitVote):
         may take as long as a commit beside training. The hold might then have to wait for a slot that is being
         committed."""
         others = [each for each in self._used_slots if each is not slot]
-        if not any(each.state is SlotState.FREE for each in others) or self._find_free_slot(others) is not None:
+        if not any(each.state is SlotState.FREE and not each.leases for each in others):
+            return True
+        if self._find_free_slot(others) is not None:
             return True
         rest = [
             s.attempt

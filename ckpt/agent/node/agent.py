@@ -15,7 +15,6 @@ from typing import Any
 import msgpack
 
 from ckpt.agent.commit.store_client import PrunePass, keep_from
-from ckpt.agent.job.arena_handover import filter_committed
 from ckpt.agent.job.job import Job, parse_seconds
 from ckpt.agent.node.orphan_committer import OrphanCommitter
 from ckpt.agent.observability.status import job_facts
@@ -185,10 +184,13 @@ class Agent(OrphanCommitter):
         fields = message.fields
         request_id, wanted = int(fields["id"]), Identity.parse(str(fields["identity"]))
 
-        def looked(done: Future[frozenset[Identity]]) -> None:
-            peer.reply(request_id, {"stored": not failure(done) and wanted in done.result()})
+        def is_stored() -> bool:
+            return any(ref.identity == wanted for ref in self._store.open_run(impatient=True).view().commits)
 
-        self._workers.run(Lane.FRONT, lambda: filter_committed([wanted], self._store), looked)
+        def looked(done: Future[bool]) -> None:
+            peer.reply(request_id, {"stored": not failure(done) and done.result()})
+
+        self._workers.run(Lane.FRONT, is_stored, looked)
 
     def _on_tool_message(self, peer: Peer, message: Message) -> None:
         fields, request_id = message.fields, int(message.fields["id"])
@@ -226,7 +228,7 @@ class Agent(OrphanCommitter):
         led = max((each for each in self.followed_jobs if each.is_needed), key=lambda each: each.epoch, default=None)
         if led is not None and (job is None or led.epoch > job.epoch):
             raise RunInUse(
-                f"{redact_url(self.url)} is in use: its epoch {led.epoch} is coordinated by the agent of "
+                f"{redact_url(self.url)} is in use: its epoch {led.epoch} is coordinated by agent "
                 f"{led.coordinator.name}, "
                 "which alone decides what goes. Run ckpt prune on that node"
             )
@@ -250,7 +252,6 @@ class Agent(OrphanCommitter):
             "pid": os.getpid(),
             "incarnation": self.incarnation,
             "name": self.network.agent_name if self.network is not None else None,  # the agent's name in the network
-            "nodes": self._server.node_names.names_by_agent,
             **self.status_view.facts(),
             "predictions": self.alarms.table(),
             "starting": self._start.launch if self._start is not None else None,

@@ -214,7 +214,6 @@ class ClusterStartup(NodeMemory):
 
     def _on_memory_nodes_changed(self) -> None:
         """The set of memory-only nodes changed: plans the placement of replicas anew."""
-        self._server.node_names.add_nodes(self.memory_nodes.nodes())
         if self.current_job is not None:
             self.current_job.replan_placement()
             if self.current_job.restart_survey is not None:
@@ -271,7 +270,6 @@ class ClusterStartup(NodeMemory):
             start.gather_errors[identity] = error
             start.inventory.mark_unusable(identity)
 
-        self._server.node_names.add_nodes(start.previous_nodes)
         self._make_collector(start).collect_whole(identity, collected)
 
     def _find_frames_in_memory(self, start: Start, chosen: ResolvedStart, then: Callable[[], None]) -> None:

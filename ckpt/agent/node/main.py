@@ -69,7 +69,6 @@ def _serve(given: argparse.Namespace) -> None:
         # A launcher may send this notice to every process of a job: it must not kill the agent before the loop runs.
         signal.signal(number, signal.SIG_IGN)
     server = EventLoop(given.socket)
-    _log_node_names(server)
     node = Agent(given.url, settings, server)
     _write_ready_line(given.ready_fd, "ok")
     # Lowered only now: until "ok" the trainers wait for this process.
@@ -110,7 +109,6 @@ def run_memory_node(
         )
     try:
         server = EventLoop(place.socket)
-        _log_node_names(server)
         try:
             node = MemoryNode(url, settings, server, terms)
             unsaid: list[OSError] = []
@@ -171,11 +169,6 @@ def _write_ready_line(fd: int, line: str) -> None:
         os.close(fd)
 
 
-def _log_node_names(server: EventLoop) -> None:
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(_InWords(server))
-
-
 def _use_all_cores() -> None:
     """Undoes the binding to a few cores that the agent may inherit from a launcher and its trainer."""
     # If the container allows fewer cores, the agent keeps the inherited ones.
@@ -188,17 +181,6 @@ def _raise_open_files_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-class _InWords(logging.Formatter):
-    """A log formatter that writes the names people use for nodes."""
-
-    def __init__(self, server: EventLoop) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
-        self._node_names = server.node_names
-
-    def format(self, record: logging.LogRecord) -> str:
-        return self._node_names.translate_text(super().format(record))
 
 
 class _Loud(logging.Handler):

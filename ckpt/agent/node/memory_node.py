@@ -26,7 +26,6 @@ from ckpt.agent.state.retention_rule import NewestStart
 from ckpt.errors import AgentError
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
-from ckpt.ipc.node_list import NodeAt
 from ckpt.settings import Settings
 from ckpt.storage.names import redact_url
 from ckpt.types import Epoch
@@ -82,7 +81,7 @@ class MemoryNode(Agent):
         self._memory_lease = MemoryLease()
         self._turns = CommitTurns(math.inf, lend.commit_after_s)
         self._is_ending = False  # asked to end: one last commit was begun, or is not needed
-        self.addresses: list[Address] = self._open_network(self.incarnation).listen(lend.secret, lend.listen)
+        self.addresses: list[Address] = self._open_network(self.agent_name).listen(lend.secret, lend.listen)
         self._workers.run(Lane.FRONT, lambda: self._store.open_run(impatient=True).view(), self._on_store_checked)
 
     # -- what it lends
@@ -99,7 +98,7 @@ class MemoryNode(Agent):
         from ckpt.agent.net.peer_network import link_bytes_s
 
         body: dict[str, Any] = {
-            "name": self.incarnation,
+            "name": self.agent_name,
             "lent_bytes": self._replica_bytes_max(),
             "domains": list(self._options.domains),
         }
@@ -156,8 +155,6 @@ class MemoryNode(Agent):
 
     def _on_borrow_memory(self, channel: Channel, message: Message) -> None:
         terms = CommitTerms.decode(message.blobs[0])
-        agents = terms.claim.agents
-        self._server.node_names.add_nodes(NodeAt(name, tuple(map(Address.parse, at)), ()) for name, at in agents)
         epoch = terms.claim.epoch
         if epoch >= max(self._memory_lease.terms, default=epoch):  # else it is refused
             self._end_commit_attempt()

@@ -7,6 +7,7 @@ a newer checkpoint is complete, or when memory runs out and the job does not hol
 from __future__ import annotations
 
 import math
+import os
 import re
 import secrets
 import socket
@@ -57,6 +58,8 @@ class NodeMemory:
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         self.url = url
         self.incarnation = secrets.token_hex(8)
+        # The name of this agent among others, for people too. Containers may share the host's name and the process id.
+        self.agent_name = f"{owner_of(socket.gethostname())}:{os.getpid()}-{self.incarnation[:6]}"
         self.current_job: Job | None = None
         self.former_jobs: list[Job] = []
         self._last_relief_s = self._last_replan_s = -math.inf
@@ -121,7 +124,7 @@ class NodeMemory:
         found = Inventory()
         for job in self._jobs():
             if whole or job.nodes:
-                found.add_epoch(job.claim, job.epoch, job.ranks.ended_step())
+                found.add_epoch(job.claim, job.epoch, job.local_share.ended_step())
                 found.add_arenas(job.local_share.all_arenas())
         for each in self.followed_jobs:
             found.add_epoch(each.claim, each.epoch, each.local_share.ended_step())
@@ -163,7 +166,7 @@ class NodeMemory:
 
     def _memory_use(self, epoch: Epoch) -> MemoryUse:
         """The memory taken by everything but the slots of that epoch's job."""
-        others = [job.ranks.arena_bytes for job in self._jobs() if job.epoch != epoch]
+        others = [job.local_share.arena_bytes for job in self._jobs() if job.epoch != epoch]
         others += [each.local_share.arena_bytes for each in self.followed_jobs if each.epoch != epoch]
         lent_bytes = self.replicas.bytes_of(epoch)
         return MemoryUse(sum(others) + self.replicas.bytes - lent_bytes, lent_bytes - self.replicas.unallocated_bytes)

@@ -267,9 +267,7 @@ class OrphanCommitter(PeerHandlers):
         checkpoint, network = found.checkpoint, attempt.network
         ranks, rest = assign_writers(found.places.holders)
 
-        def write(
-            name: str, wanted: WriteRequest, slow: frozenset[str], cancel: threading.Event, then: OnWritten
-        ) -> None:
+        def write(name: str, wanted: WriteRequest, cancel: threading.Event, then: OnWritten) -> None:
             if not name:
                 self._write_own_part(checkpoint, wanted, cancel, then)
                 return
@@ -278,8 +276,8 @@ class OrphanCommitter(PeerHandlers):
 
         options = JobOptions(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
         server, margin_s = self._server, self._settings.heartbeat_s
-        others = lambda name, slow: rest[name]  # noqa: E731
-        return DistributedWrite(checkpoint, options, ranks, others, write, server.post, server.call_later, margin_s)
+        what = checkpoint, options, ranks, rest.__getitem__, write
+        return DistributedWrite(*what, server.post, server.call_later, margin_s)
 
     def _write_own_part(
         self, checkpoint: MemoryCheckpoint, wanted: WriteRequest, cancel: threading.Event, then: OnWritten

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ class PeerHandlers(Startup):
         from ckpt.agent.net.peer_network import link_bytes_s
 
         fields = message.fields
-        network = self._open_network(str(fields["name"] or self.incarnation)[:100])
+        network = self._open_network(str(fields["name"] or self.agent_name)[:100])
         addresses = network.listen(bytes(fields["secret"]), str(fields["address"]))
         self._unjoined_peers = [each for each in self._unjoined_peers if each.is_open and each is not peer] + [peer]
         told = {"name": network.agent_name, "addresses": [str(each) for each in addresses]}

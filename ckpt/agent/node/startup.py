@@ -122,9 +122,7 @@ class Startup(ClusterStartup):
         """The nodes of the job's ranks; () for a job of one node. Errors: UsageError."""
         if not message.fields.get("coordinator"):
             return ()
-        nodes = parse_nodes(message.blobs[-1], int(message.fields["world"]))
-        self._server.node_names.add_nodes(nodes)
-        return nodes
+        return parse_nodes(message.blobs[-1], int(message.fields["world"]))
 
     def _parse_memory_nodes(self, message: Message) -> tuple[Address, ...]:
         """The addresses of the memory-only nodes that the job names. Errors: UsageError."""
@@ -296,10 +294,10 @@ class Startup(ClusterStartup):
 
     def _make_remote_shares(self, epoch: Epoch, world: int, nodes: tuple[NodeAt, ...]) -> list[RemoteShare]:
         """The local ranks of every node but the first, which is this one."""
-        network, called = self.network, self._server.node_names
+        network = self.network
         if network is None:
             return []
-        return [RemoteShare(network, each.name, epoch, world, each.ranks, called) for each in nodes[1:]]
+        return [RemoteShare(network, each.name, epoch, world, each.ranks) for each in nodes[1:]]
 
     def _offer_candidate(self, start: Start, chosen: ResolvedStart | None, damaged: dict[Identity, str]) -> None:
         """Answers the waiting trainer with the chosen candidate, or with none. Begins the epoch at the first answer."""
@@ -367,7 +365,7 @@ class Startup(ClusterStartup):
         # The account outlives a job that has left nothing in memory.
         account = self.status_view.account.newest_ended_step
         for epoch, step in [
-            *((job.epoch, job.ranks.ended_step()) for job in self.former_jobs),
+            *((job.epoch, job.local_share.ended_step()) for job in self.former_jobs),
             *([account] if account else []),
         ]:
             ended[epoch] = max(step, ended.get(epoch, 0))
@@ -517,8 +515,7 @@ class Startup(ClusterStartup):
         for node in nodes[1:]:
             self._reconnect_node(node.name)
         self._store.claims.own_epochs.add(epoch)
-        job.recover_from_trainers()
-        job.begin_training(claim, resumed=True)
+        job.take_over(claim)
         return job
 
     def _fetch(self, peer: Peer, message: Message) -> None:

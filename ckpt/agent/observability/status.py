@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.state.accounting import Accounting, Phase
@@ -85,7 +84,6 @@ class Status:
 
     def record_event(self, event: Event) -> None:
         """An event happened: it is shown, counted, and written to the file."""
-        event = replace(event, message=self._server.node_names.translate_text(event.message))
         # A prediction of an unproven source is counted, and not shown.
         noise = event.name == "prediction" and not event.loud
         if event.name not in _HIDDEN_EVENTS and not noise:
@@ -144,7 +142,7 @@ class Status:
             parent = job.claim.parent if job.claim is not None else None
             self.account.adopt_epoch(job.epoch, parent.version if parent is not None else None)
         self.account.update(
-            time.monotonic(), self._phase(job, starting), job.ranks.ended_step() if job is not None else 0
+            time.monotonic(), self._phase(job, starting), job.local_share.ended_step() if job is not None else 0
         )
         if self.account.phase is not before and self.account.phase in (Phase.DOWN, Phase.IDLE):
             self._write_account()

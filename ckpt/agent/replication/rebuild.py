@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-UNWANTED = "nobody waits for it any more"
 ATTEMPTS = 3  # per rank, or one per node if those are more: some may lack the memory
 
 NodeByRank = dict[int, str]  # rank -> the node that rebuilt it
@@ -52,12 +51,10 @@ class Rebuild:
         then: Callable[[NodeByRank, str], None],
         me: str = "",
         leave: Mapping[str, int] | None = None,
-        unwanted: Callable[[], bool] = lambda: False,
         urgent: bool = False,
     ) -> None:
         """`me`: the name of this node if it is the only one. `leave`: by node, replica bytes that must stay free beside
-        its rebuilds, else it refuses them; 0 by default. `unwanted`: whether nobody waits for the result any more.
-        `urgent`: a start waits for it."""
+        its rebuilds, else it refuses them; 0 by default. `urgent`: a start waits for it."""
         self._parity_service, self._identity, self._on_done = parities, identity, then
         self._reader = secrets.token_hex(8)  # another rebuild may read the same offers
         self._addresses_by_node = {node.name: node.addresses for node in nodes}
@@ -75,7 +72,6 @@ class Rebuild:
         self._node_by_rebuilt_rank: NodeByRank = {}
         self._errors_by_rank: dict[int, str] = {}  # ranks that cannot be rebuilt -> why
         self._damaged_transfers: set[str] = set()  # transfers found damaged since the last `_publish`
-        self._is_unwanted = unwanted
         self.is_over = False
 
     @property
@@ -184,9 +180,6 @@ class Rebuild:
         return Where(self._addresses_by_node, held, self._chunks)
 
     def _assign_ranks(self) -> None:
-        if self._is_unwanted():
-            self.give_up(UNWANTED)
-            return
         where, sizes = self._locations, {rank: each.staged_bytes for rank, each in self._snapshots.items()}
         rows: dict[Striped, set[Row]] = {}
         for _, chunk, _ in self._chunks:
@@ -220,11 +213,7 @@ class Rebuild:
                 return
             if blobs and not error:
                 self._exclude_damaged(rank, bytes(blobs[0]).decode(errors="replace"))
-            elif (
-                error
-                and self._attempts_by_rank[rank] < max(ATTEMPTS, len(self._rebuilders_by_rank[rank]))
-                and not self._is_unwanted()
-            ):
+            elif error and self._attempts_by_rank[rank] < max(ATTEMPTS, len(self._rebuilders_by_rank[rank])):
                 log.warning("rank %d of %s from parity at agent %s: %s", rank, self._identity, name or "here", error)
                 self._assign_rank(rank, where, [each for each in at if each != name] or at)
                 return

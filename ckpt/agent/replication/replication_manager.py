@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.replication.encode_parity import ParityEncoding
 from ckpt.agent.replication.parity_service import ParityService
-from ckpt.agent.replication.parity_worker import SCRATCH_BYTES, WORK_BYTES
-from ckpt.agent.replication.rebuild import UNWANTED, Rebuild
+from ckpt.agent.replication.parity_worker import WORK_BYTES
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Replication
 from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_replicated
@@ -57,8 +55,6 @@ class ReplicationManager:
         unnamed = [min(node.ranks) for node in self._nodes if not without_host(node.domains)]
         # One rank of each node without CKPT_DOMAIN, if other nodes have it.
         self._ranks_without_domain = unnamed if len(unnamed) < len(self._nodes) else []
-        self._pending_rebuilds: deque[Callable[[], None]] = deque()  # rebuilds that wait for their turn
-        self._is_rebuilding = False
 
     @property
     def has_holders(self) -> bool:
@@ -152,18 +148,13 @@ class ReplicationManager:
         """Whether that checkpoint is less protected without agent `name`'s memory. True if its holders are unknown."""
         return identity not in self._nodes_involved or name in self._nodes_involved[identity]
 
-    def find_providers(self, identity: Identity, node: str, slow: bool) -> list[str]:
-        """Returns the other nodes that can provide what `node` staged of that checkpoint; "" is this node. With copies:
-        the holders. With parity, and only if `node` is disconnected or `slow`: the nodes with ranks that can rebuild
-        it, which are the members of its parity group and this node."""
+    def find_holders(self, identity: Identity, node: str) -> list[str]:
+        """The nodes that were given copies of what `node` staged of that checkpoint; "" is this node. Parity has none:
+        nothing is rebuilt for a commit."""
         me, placement = self._network.agent_name, self._placements_used.get(identity)
-        owner = node or me
-        found = self._keepers_by_node(placement).get(owner, [])
-        if found and placement is not None and isinstance(placement.option, Parity):
-            gone = owner != me and self._network.channel(owner) is None
-            trains = {each.name for each in self._nodes} - {owner}
-            found = list(dict.fromkeys(name for name in [*found, me] if name in trains)) if gone or slow else []
-        return ["" if name == me else name for name in found]
+        if placement is None or isinstance(placement.option, Parity):
+            return []
+        return ["" if name == me else name for name in self._keepers_by_node(placement).get(node or me, [])]
 
     def _keepers_by_node(self, placement: Placement | None) -> dict[str, list[str]]:
         if placement is None:
@@ -338,66 +329,6 @@ class ReplicationManager:
         find_replicated(
             self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], ended
         )
-
-    def rebuild_part(
-        self,
-        identity: Identity,
-        lost: str,
-        at: str,
-        slow: Collection[str],
-        over: Callable[[], bool],
-        then: Callable[[str, str], None],
-    ) -> None:
-        """Has node `at` rebuild from parity what the ranks of node `lost` staged, and keep it as copies. "" is this
-        node. `then` hears the node that has the data, and "" or the error; at once where the replicas are copies.
-
-        Nodes in `slow` are not read from. If `lost` is slow, nothing is lost: the rebuild runs only with memory to
-        spare, and not once `over()` says that nobody waits. If `lost` is gone, the rebuild runs anyway, for the next
-        start. If `lost` has reconnected by its turn, `then` hears `lost`."""
-        me, placement = self._network.agent_name, self._placements_used.get(identity)
-        if placement is None or not isinstance(placement.option, Parity):
-            then(at, "")
-            return
-        if at in slow:
-            then(at, "it is slow itself")
-            return
-        lost, maker, idle = lost or me, at or me, {name or me for name in slow}
-        every = [*self._nodes, *(each.node for each in self._memory_nodes())]
-        left = [node for node in every if node.name not in {lost, *idle}]
-        holders = {rank: [node.name] for node in left for rank in node.ranks}
-        wanted = {rank: [maker] for node in self._nodes if node.name == lost for rank in node.ranks}
-
-        def made(_: object, error: str) -> None:
-            self._is_rebuilding = False
-            then(at, error)
-            self._start_next_rebuild()
-
-        def unwanted() -> bool:
-            return lost in idle and over()
-
-        def begin() -> None:
-            if unwanted():
-                then(at, UNWANTED)
-            elif lost not in idle and self._network.channel(lost) is not None:
-                then(lost, "")
-            else:
-                self._is_rebuilding = True
-                what = self._parity_service, left, identity, holders, wanted, made
-                leave = {maker: self._next_parity_bytes(placement, maker)} if lost in idle else {}
-                Rebuild(*what, leave=leave, unwanted=unwanted).begin()
-
-        self._pending_rebuilds.append(begin)
-        self._start_next_rebuild()
-
-    @staticmethod
-    def _next_parity_bytes(placement: Placement, node: str) -> int:
-        """Bytes at `node` for the next checkpoint's parity, which arrives before the current one is evicted."""
-        return SCRATCH_BYTES + next((load.keeps_bytes for load in placement.loads if load.node == node), 0)
-
-    def _start_next_rebuild(self) -> None:
-        """Starts the next rebuild unless one runs: each loads the other nodes heavily."""
-        while self._pending_rebuilds and not self._is_rebuilding:
-            self._pending_rebuilds.popleft()()
 
 
 def _involved_nodes(placement: Placement) -> set[str]:

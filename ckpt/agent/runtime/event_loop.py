@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.agent.runtime.connections import BACKLOG, RETRY_S, ServerSocket, deliver
-from ckpt.agent.runtime.node_names import NodeNames
 from ckpt.errors import AgentError
 from ckpt.ipc import messages
 from ckpt.settings import WARNING_SIGNALS
@@ -90,7 +89,7 @@ class Peer:
         """Sends the message now, or as soon as the socket has room. Does nothing if the connection is gone."""
         if not self.is_open or self.is_remote_closed:
             return
-        packet = messages.pack(self.loop.node_names.translate_fields(fields), list(fds), blobs)
+        packet = messages.pack(fields, list(fds), blobs)
         if not self.outbox:
             try:
                 packet.send(self.sock)
@@ -171,13 +170,12 @@ class Peer:
 
 
 class EventLoop:
-    """Owns the listening socket, the peers and the timers. `node_names`: the names of nodes in messages to people. Any
-    thread may call `post`; everything else is for the main thread only."""
+    """Owns the listening socket, the peers and the timers. Any thread may call `post`; everything else is for the main
+    thread only."""
 
     def __init__(self, path: Path) -> None:
         """Binds the socket. The caller must hold the run lock. Errors: OSError."""
         self.path = path
-        self.node_names = NodeNames()
         self.peers: set[Peer] = set()
         self.is_end_requested = False  # set by a signal of ENDS
         # The name of a warning signal that the handler has not taken yet.

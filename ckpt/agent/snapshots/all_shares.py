@@ -1,4 +1,4 @@
-"""All ranks of a job of several nodes, as its coordinator uses them: this node's LocalShare and the RemoteShares."""
+"""All ranks of a job, as its coordinator uses them: this node's LocalShare and the RemoteShares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.snapshots.local_share import LocalShare
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteShare
-from ckpt.ipc.arena import Arena
 from ckpt.ipc.control_page import ControlWord
 from ckpt.types import Identity
 
@@ -43,12 +42,12 @@ class Share(Protocol):
 
 
 class AllShares:
-    """As LocalShare, for the ranks of several nodes. `own`: the ranks of this node. `others`: by agent name.
+    """As LocalShare, for the ranks of all nodes. `own`: the ranks of this node. `others`: by agent name.
 
     An answer for several nodes is given once all have answered; the first error counts."""
 
     def __init__(self, own: LocalShare, others: Sequence[RemoteShare], me: str) -> None:
-        """`me`: the agent name of this node."""
+        """`me`: the agent name of this node; "" in a job of one node."""
         self.local_share = own
         self.world = own.world
         self.remote_shares = {each.name: each for each in others}
@@ -66,16 +65,6 @@ class AllShares:
     def local_rank_count(self) -> int:
         """The number of this node's ranks."""
         return self.world - len(self._remote_by_rank)
-
-    @property
-    def arena_bytes(self) -> int:
-        """The bytes of this node's arenas."""
-        return self.local_share.arena_bytes
-
-    @property
-    def arenas(self) -> dict[int, dict[int, Arena]]:
-        """This node's arenas, by slot and rank."""
-        return self.local_share.arenas
 
     @property
     def remote_ranks(self) -> dict[str, frozenset[int]]:
@@ -97,34 +86,26 @@ class AllShares:
         return remote.name if remote is not None else ""
 
     def steps(self) -> list[int]:
+        """By rank: the step that it last entered; 0: none yet."""
         found, here = self._reported_steps.copy(), self.local_share.control_page.entered_step
         for rank in self._local_ranks:
             found[rank] = here(rank)
         return found
 
     def polls(self) -> list[int]:
+        """By rank: its polls and saves since the last ended step."""
         found, here = self._reported_polls.copy(), self.local_share.control_page.poll_count
         for rank in self._local_ranks:
             found[rank] = here(rank)
         return found
 
     def steps_entered_s(self) -> list[float | None]:
-        """As `LocalShare.steps_entered_s`, up to the last rank of this node: nothing is known of those behind it."""
+        """By rank: when it entered its step, on the monotonic clock; None: unknown. Up to the last rank of this node:
+        nothing is known of those behind it."""
         found: list[float | None] = [None] * (1 + max(self._local_ranks, default=-1))
         for rank in self._local_ranks:
             found[rank] = self.local_share.control_page.entry_time_s(rank)
         return found
-
-    def slowest_step(self) -> int:
-        """As `LocalShare.slowest_step`, of this node's ranks only: the others keep step, and are known a little
-        later."""
-        return self.local_share.slowest_step()
-
-    def ended_step(self) -> int:
-        return self.local_share.ended_step()
-
-    def slowest_entered_s(self) -> float | None:
-        return self.local_share.slowest_entered_s()
 
     def connect_rank(self, rank: int, peer: object) -> list[int]:
         remote = self._remote_by_rank.get(rank)
@@ -195,11 +176,6 @@ class AllShares:
         answers = _Answers[list[StagedPart]](self._shares, read)
         for name, share in self._shares.items():
             share.hash_snapshots(slot, identity, answers.callback_for(name))
-
-    def record_arenas(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
-        # For a rank on another node that node's agent records the arenas.
-        if rank not in self._remote_by_rank:
-            self.local_share.record_arenas(rank, slots, fds)
 
     def close_arenas(self, slot: int) -> None:
         for share in self._shares.values():

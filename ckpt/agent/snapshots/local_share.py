@@ -53,33 +53,12 @@ class LocalShare:
         self._pending_makes: dict[int, object] = {}  # by slot: identifies the call of `make_arenas` under way
 
     @property
-    def local_rank_count(self) -> int:
-        """The number of ranks that may connect here."""
-        return self.world
-
-    @property
     def arena_bytes(self) -> int:
         """The bytes of all arenas here."""
         return sum(arena.size_bytes for by_rank in self.arenas.values() for arena in by_rank.values())
 
-    def node_of(self, rank: int) -> str:
-        """The agent name of the rank's node; "": this node."""
-        return ""
-
     def all_arenas(self) -> list[Arena]:
         return [arena for by_rank in self.arenas.values() for arena in by_rank.values()]
-
-    def steps(self) -> list[int]:
-        """By rank: the step that it last entered; 0: none yet."""
-        return [self.control_page.entered_step(rank) for rank in range(self.world)]
-
-    def polls(self) -> list[int]:
-        """By rank: its polls and saves since the last ended step."""
-        return [self.control_page.poll_count(rank) for rank in range(self.world)]
-
-    def steps_entered_s(self) -> list[float | None]:
-        """By rank: when it entered its step, on the monotonic clock; None: unknown."""
-        return [self.control_page.entry_time_s(rank) for rank in range(self.world)]
 
     def slowest_step(self) -> int:
         """The newest step that all connected local ranks have entered; 0: none yet."""
@@ -216,27 +195,23 @@ class LocalShare:
 
         self._workers.run(Lane.MEMORY, lambda: self.reader.read(identity, self.world, arenas), read)
 
-    def adopt_slot_arenas(self, slot: int, arenas: Mapping[int, Arena]) -> None:
-        """Takes over a slot's arenas of a former agent, which the ranks handed over."""
-        self.arenas[slot] = dict(arenas)
-        self._sent_arenas |= {(slot, rank) for rank in arenas}
-
-    def record_arenas(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
-        """Records which arenas a rank on a new connection has. Those that it never received are sent again."""
+    def take_arenas(self, rank: int, slots: Sequence[int], fds: list[int], is_new: bool) -> None:
+        """Takes the arenas that a rank brings on a new connection, one descriptor for each slot. `is_new`: the rank is
+        new to this agent and brings those of a former agent, which are taken over. Else its present arenas are those
+        that it has; the others are sent to it again. Errors: AgentError."""
+        if len(slots) != len(fds) or not set(slots) <= set(range(SLOTS_MAX)):
+            raise AgentError(f"rank {rank} names {len(slots)} arenas and hands over {len(fds)}")
         self._sent_arenas = {each for each in self._sent_arenas if each[1] != rank}
-        self._sent_arenas |= {
-            (slot, rank) for slot, fd in zip(slots, fds, strict=False) if self._is_arena(slot, rank, fd)
-        }
-
-    def adopt_rank_arenas(self, rank: int, slots: Sequence[int], fds: list[int]) -> None:
-        """Takes over the arenas of a former agent from a rank that is new to this agent."""
-        for slot in slots:
+        for slot in slots if is_new else ():
             arena = Arena.adopt(fds.pop(0))
             old = self.arenas.setdefault(slot, {}).get(rank)
             if old is not None:
                 old.close()
             self.arenas[slot][rank] = arena
             self._sent_arenas.add((slot, rank))
+        self._sent_arenas |= {
+            (slot, rank) for slot, fd in zip(slots, fds, strict=False) if self._is_arena(slot, rank, fd)
+        }
 
     def has_missing_arena(self, slot: int) -> bool:
         """Whether some connected local rank has no arena in that slot."""

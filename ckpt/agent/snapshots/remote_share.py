@@ -19,7 +19,6 @@ import numpy.typing as npt
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.event_loop import Peer
-from ckpt.agent.runtime.node_names import NodeNames
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.errors import AgentError
 from ckpt.format.declaration import decode
@@ -39,16 +38,14 @@ T = TypeVar("T")
 
 class RemotePeer:
     """The connection of a rank on another node, as `event_loop.Peer` is for a local rank. `number`: counts the rank's
-    connections, by its agent. `called`: node names for people; only this agent knows those of memory-only nodes."""
+    connections, by its agent."""
 
     role = "trainer"
 
-    def __init__(
-        self, network: PeerNetwork, node: str, epoch: Epoch, rank: int, number: int, pid: int, called: NodeNames
-    ) -> None:
+    def __init__(self, network: PeerNetwork, node: str, epoch: Epoch, rank: int, number: int, pid: int) -> None:
         self.node, self.epoch, self.rank, self.connection_number, self.pid = node, epoch, rank, number, pid
         self.is_open = True
-        self._network, self._node_names = network, called
+        self._network = network
 
     def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
         if not self.is_open:
@@ -62,7 +59,7 @@ class RemotePeer:
             "rank": self.rank,
             "connection_number": self.connection_number,
         }
-        self._network.notify(self.node, {**head, "message": self._node_names.translate_fields(fields)}, blobs)
+        self._network.notify(self.node, {**head, "message": fields}, blobs)
 
     def reply(
         self, request_id: int, body: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()
@@ -94,22 +91,14 @@ AnyPeer = Peer | RemotePeer
 
 
 class RemoteShare:
-    """As LocalShare, for the ranks of another node. `name`: its agent's. `called`: see RemotePeer; None: no names."""
+    """As LocalShare, for the ranks of another node. `name`: its agent's."""
 
-    def __init__(
-        self,
-        network: PeerNetwork,
-        name: str,
-        epoch: Epoch,
-        world: int,
-        ranks: Sequence[int],
-        called: NodeNames | None = None,
-    ) -> None:
+    def __init__(self, network: PeerNetwork, name: str, epoch: Epoch, world: int, ranks: Sequence[int]) -> None:
         self.name, self.world, self.ranks = name, world, frozenset(ranks)
         self.peers: dict[int, RemotePeer] = {}  # by rank: the connection that joined
         self.is_dropped = False
         self._newest_connections: dict[int, RemotePeer] = {}
-        self._network, self._epoch, self._node_names = network, epoch, called or NodeNames()
+        self._network, self._epoch = network, epoch
         # By rank, if reported: the step that it entered, and its polls since the last ended one. AllShares puts its own
         # lists here, so that it need not ask each node.
         self.steps_by_rank: dict[int, int] | list[int] = {}
@@ -123,8 +112,8 @@ class RemoteShare:
             raise AgentError(f"rank {rank} is not on node {self.name}")
         found = self._newest_connections.get(rank)
         if found is None or found.connection_number < number:
-            peer = RemotePeer(self._network, self.name, self._epoch, rank, number, pid, self._node_names)
-            found = self._newest_connections[rank] = peer
+            found = RemotePeer(self._network, self.name, self._epoch, rank, number, pid)
+            self._newest_connections[rank] = found
         elif found.connection_number > number:
             raise AgentError(f"that connection of rank {rank} is gone")
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,7 +196,9 @@ class JobFacts:
         self.is_former_committing = False
         self._abandoned_attempts: deque[int] = deque(maxlen=64)  # numbers of abandoned save attempts
         self._is_closing = False
-        self.is_recovering = False  # arenas brought by the ranks from a former agent are not examined yet
+        self.is_taking_over = False  # ranks bring their arenas from a former agent, and not all have come yet
+        # By slot: the version of a former agent's complete snapshot. The slot is leased until a newer one is safe.
+        self.inherited_versions: dict[int, Version] = {}
         # By version and level: the newest level message, the newest last.
         self._level_messages: dict[tuple[Version, str], dict[str, Any]] = {}
         self._actions: list[Action] = []
@@ -352,34 +355,26 @@ class JobFacts:
         self._is_resumed = True
         self.record_start(0, now_s)
 
-    def record_held_snapshot(self, slot: int, version: Version, committed: bool) -> None:
-        """After an agent restart: this slot holds the complete snapshot of that version."""
-        found = SaveAttempt(0, slot, SaveReason.STEP, version, self.division, 0.0)
-        found.commit_state = WorkState.DONE if committed else WorkState.NEW
-        self.slots[slot].state = SlotState.COMPLETE
-        self.slots[slot].attempt = found
-        self._report_level(version, "local", True, "")
-        if committed:
-            self.committed_version = max(version, self.committed_version or version)
-            self._report_level(version, "store", True, "")
-
-    def finish_recovery(self) -> None:
-        """After an agent restart: `record_held_snapshot` was called for every complete snapshot."""
-        self.is_recovering = False
-        versions = [
-            str(s.attempt.version) for s in self.slots if s.state is SlotState.COMPLETE and s.attempt is not None
-        ]
-        self._actions.append(NotifyRanks({"t": "recovered-versions", "versions": versions}))
+    def end_takeover(self, now_s: float, inherited: Mapping[int, Version] | None = None) -> None:
+        """After an agent restart: all ranks have joined, or are waited for no longer. The ranks hear that what they
+        took for the former agent is lost, and a snapshot is appointed at the next boundary. `inherited`: see
+        `inherited_versions`."""
+        self.is_taking_over, self.inherited_versions = False, dict(inherited or {})
+        for slot in self.inherited_versions:
+            self.take_lease(slot)
+        if self.policy.seconds is not None:
+            self._appoint_due_s = now_s
+        self._actions.append(NotifyRanks({"t": "known-versions", "versions": []}))
 
     def reconnect_messages(self) -> list[dict[str, Any]]:
         """The messages for a rank that reconnects: the versions still held, and the level messages that it may have
         missed."""
-        # While recovering there are none: `finish_recovery` tells all ranks.
-        if self.is_recovering:
+        # In a takeover there are none: `end_takeover` tells all ranks.
+        if self.is_taking_over:
             return []
         versions = {s.attempt.version for s in self.slots if s.attempt is not None and not s.attempt.miss_reason}
         versions |= {version for version, _ in self._level_messages}
-        known = {"t": "recovered-versions", "versions": sorted(map(str, versions))}
+        known = {"t": "known-versions", "versions": sorted(map(str, versions))}
         return [known, *({**body, "repeated": True} for body in self._level_messages.values())]
 
     def record_staging(

@@ -3,14 +3,13 @@
 Guarantees:
 - The step path reads a few words of shared memory and never waits for the agent.
 - When the agent dies, nothing is appointed until another one serves. The first trainer that notices starts it. The
-  arenas are handed over to the new agent, and what they hold is not lost.
+  arenas are handed over to the new agent as empty slots.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -145,7 +144,6 @@ class Link:
             "addresses": [str(each) for each in answer["addresses"]],
             "domains": find_own_domains(self.settings.domain),
             "link_bytes_s": int(answer["link_bytes_s"]),
-            "host": socket.gethostname(),
         }
         host = self.settings.listen.rpartition(":")[0] or "0.0.0.0"
         port = str(answer["addresses"][0]).rpartition(":")[2]
@@ -289,9 +287,11 @@ class Link:
             self._is_closed = True
         return self.connection.request("leave", {"outcome": outcome, **more}, timeout_s=timeout_s)
 
-    def leave_after_notice(self, why: str, until_s: float, by_s: float, notices: list[str]) -> messages.Message:
+    def leave_after_notice(
+        self, why: str, until_s: float, by_s: float, notices: list[str], save_again: Callable[[float], None]
+    ) -> messages.Message:
         """As `leave`, because of a notice: the machine may be gone soon, so nobody comes later for what is staged. If
-        the agent dies meanwhile another one is started, gets the arenas, and saves what they hold.
+        the agent dies meanwhile another one is started, and `save_again(until_s)` is called.
         `why`: why the process is ended; "" if it leaves in order. `until_s`: how long to wait; `by_s`: the deadline;
         both on the monotonic clock. `notices`: those that came here.
         Errors: as `request`; AgentError too if no other agent can be had."""
@@ -307,6 +307,7 @@ class Link:
                     # The agent lives, and is too slow or refuses.
                     raise
                 self._reconnect_to_leave(until_s, exc)
+                save_again(until_s)
 
     def give_up(self) -> None:
         """Tells the agent that entering has failed, and does not wait."""
@@ -363,10 +364,9 @@ class Link:
             self.on_deadline(by_s)
         elif message.kind == "hold-awaited":
             self._on_hold_awaited(int(fields["word"]))
-        elif message.kind == "recovered-versions":
+        elif message.kind == "known-versions":
             known = {Version.parse(str(version)) for version in fields["versions"]}
-            self.levels.fail_unknown(known, "the agent was lost before all ranks had staged it")
-            # Repeated only now: before the recovery the new agent would not know the version.
+            self.levels.fail_unknown(known, "the agent was lost before it was in the store")
             if self._awaited_version is not None:
                 self.announce_wait(*self._awaited_version)
         elif message.kind == "event":
@@ -438,7 +438,6 @@ class Link:
             except (CkptError, OSError) as exc:
                 what = "serves no rank" if isinstance(exc, NoCoordinator) else "could not be started again"
                 self.events.emit("agent.restart_failed", f"ckpt: the agent {what} yet: {exc}")
-                self._check_awaited_stored()
                 self._drop_connection()
                 tries += isinstance(exc, NoCoordinator) and time.monotonic() < until_s
                 self.tasks.stopping.wait(delay_s)
@@ -453,7 +452,6 @@ class Link:
             self.agent_restarts += 1
             how = "is the same as before" if connection.incarnation == self._lost_incarnation else "was started again"
             self.events.emit("agent.restarted", f"ckpt: the agent {how} and has the arenas", loud=True)
-            self._check_awaited_stored()
             return
         with self._lock:
             self._is_reconnecting = False
@@ -464,8 +462,8 @@ class Link:
             self.events.emit("agent.given_up", f"{text}: start it again", loud=True)
 
     def _check_awaited_stored(self) -> None:
-        """Looks whether a version that somebody waits for is in the store, with no process left to report it. The agent
-        that stored it may be dead. The next agent knows of it only through the other ranks, and these may have left."""
+        """Looks whether a version that somebody waits for is in the store, before an agent is joined that may know
+        nothing of it: the agent that stored the version may be dead."""
         wanted, terms, connection = self._awaited_version, self.terms, self._connection
         if wanted is None or terms is None or connection is None or self.levels.level(wanted[0]) == "store":
             return
@@ -480,11 +478,12 @@ class Link:
         # The same address and name, by which the other nodes know this one.
         if self._listen_request is not None:
             self.connection.request("listen", self._listen_request)
+        self._check_awaited_stored()
         self._join(resume=True)
 
     def _reconnect_to_leave(self, until_s: float, why: AgentError) -> None:
         """Connects to another agent for a rank that leaves. Errors: AgentError if there is none by then; Superseded."""
-        text = f"ckpt: the agent is gone ({why}); starting it again, so that what is staged is saved"
+        text = f"ckpt: the agent is gone ({why}); starting it again, so that the last step is saved"
         self.events.emit("agent.lost", text, loud=True)
         delay_s = 0.05
         for _ in range(RECONNECT_TRIES):

@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ckpt.errors import AgentError, CkptError, CommitFailed, SaveFailed, UsageError
@@ -37,10 +38,12 @@ ANSWER_S_MIN = 1.0  # the shortest wait for an agent's answer
 
 class Shutdown:
     """`start_listening` and `close` are for the training thread. Signals are heard only if that is the main thread of
-    the process. `leave_by_s`: when this rank must be gone, on the monotonic clock; inf if there is no deadline."""
+    the process. `leave_by_s`: when this rank must be gone, on the monotonic clock; inf if there is no deadline.
+    `save_again(until_s)`: saves the last step anew, at another agent; training thread only."""
 
     def __init__(self, link: Link, tasks: Tasks, events: Events, settings: Settings) -> None:
         self.leave_by_s = math.inf
+        self.save_again: Callable[[float], None] = lambda until_s: None
         self._link = link
         self._tasks = tasks
         self._events = events
@@ -54,6 +57,7 @@ class Shutdown:
         self._is_running = False  # whether the thread of `_watch_deadline` exists
         self._is_exiting = False
         self._must_leave = False
+        self._restarts_at_hold = 0  # restarts of the agent when this rank held for the last appointment
         self._is_closed = False
         self._leave_lock = threading.Lock()  # the agent answers only one request to leave per rank
 
@@ -77,6 +81,7 @@ class Shutdown:
     def wait_for_verdict(self, attempt: int) -> bool:
         """Waits for the verdict on the last appointment. Returns whether to leave. The wait has no time-out: the other
         ranks may have left, so a held rank never goes on by itself."""
+        self._restarts_at_hold = self._link.agent_restarts
         leave, by_s = self._request_verdict(attempt)
         if not leave:
             return False
@@ -136,7 +141,9 @@ class Shutdown:
             if outcome == "notice":
                 # If the other thread holds the lock, it ends the process, and this wait never returns.
                 with self._leave_lock:
-                    said = self._leave_after_notice("", until_s)
+                    if self._link.agent_restarts != self._restarts_at_hold:
+                        self.save_again(until_s)  # the present agent does not have the last snapshot
+                    said = self._leave_after_notice("", until_s, self.save_again)
             else:
                 said = self._link.leave(outcome, max(1.0, until_s - time.monotonic())).fields
         except CkptError as exc:
@@ -159,13 +166,15 @@ class Shutdown:
             )
         return CommitFailed(text)
 
-    def _leave_after_notice(self, why: str, until_s: float) -> dict[str, Any]:
+    def _leave_after_notice(
+        self, why: str, until_s: float, save_again: Callable[[float], None] = lambda until_s: None
+    ) -> dict[str, Any]:
         """The agent's answer to a leave after a notice. If there is no agent any more, rank 0 writes the outcome file
         itself."""
         by_s = self.leave_by_s if self.leave_by_s < math.inf else until_s
         try:
             return self._link.leave_after_notice(
-                why, max(until_s, time.monotonic() + ANSWER_S_MIN), by_s, self._notice_names()
+                why, max(until_s, time.monotonic() + ANSWER_S_MIN), by_s, self._notice_names(), save_again
             ).fields
         except AgentError as exc:
             if not self._link.has_agent:

@@ -17,6 +17,7 @@ from ckpt.agent.state.memory_pressure import PERIOD_S
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
 from ckpt.types import Version
+from tests.agent.job.test_scheduler import hold_snapshot
 
 MIB = 1 << 20
 
@@ -193,7 +194,7 @@ def test_where_copies_fail_and_a_node_has_less_memory_than_was_planned_with_it_i
     job = Planned(free=9.0)
     job.carrier.replication_manager = SimpleNamespace(is_requested=True)
     job.group.is_replication_on, job.group.placement = True, (Kept("", 1, ("b",)),)
-    job.group.record_held_snapshot(0, Version(10), False)
+    hold_snapshot(job.group, 0, Version(10), False)
 
     def copy(error: str) -> None:
         slot = job.group.slots[0]

@@ -12,7 +12,7 @@ from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
 from ckpt.agent.runtime.memory_plan import SLOTS_CLOSE
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import MISSING_ANSWER_S, REJOIN_S, SaveReason, SlotState, WorkState
+from ckpt.agent.state.job_facts import MISSING_ANSWER_S, REJOIN_S, SaveAttempt, SaveReason, SlotState, WorkState
 from ckpt.agent.state.rank_presence import RankState, RankStates
 from ckpt.agent.state.replica_state import FOUND_INCOMPLETE, HOLDER_LOST, NO_PEER_MEMORY, SUPERSEDED
 from ckpt.ipc.control_page import GRADIENTS_WAIT, ControlWord, WordKind
@@ -29,6 +29,17 @@ def found_safe(
 ) -> bool:
     """The others have said what is safe. Of the nodes `left` they keep the part, if they do not of all."""
     return group.record_survey(version, [Kept(node, int(whole or node in left)) for node in nodes], whole)
+
+
+def hold_snapshot(group: Scheduler, slot: int, version: Version, committed: bool) -> None:
+    """That slot holds the complete checkpoint of that version."""
+    found = SaveAttempt(0, slot, SaveReason.STEP, version, group.division, 0.0)
+    found.commit_state = WorkState.DONE if committed else WorkState.NEW
+    group.slots[slot].state, group.slots[slot].attempt = SlotState.COMPLETE, found
+    group._report_level(version, "local", True, "")
+    if committed:
+        group.committed_version = max(version, group.committed_version or version)
+        group._report_level(version, "store", True, "")
 
 
 class RoundSteps(Scheduler):
@@ -530,16 +541,63 @@ def test_while_a_commit_runs_only_the_newest_waits_and_the_others_say_that_they_
     assert driver.group.committing_slot is None
 
 
-def test_after_a_restart_the_agent_says_what_it_has() -> None:
-    driver = Driver()
-    driver.group.record_held_snapshot(1, Version(40), True)
-    driver.group.record_held_snapshot(2, Version(50), False)
-    driver.group.finish_recovery()
+def test_after_a_restart_the_agent_says_that_it_has_nothing_and_appoints_a_snapshot_at_once() -> None:
+    driver = Driver(policy=Every(seconds=600))
+    driver.now_s = 10.0
+    driver.group.end_takeover(driver.now_s)
     driver.decide()
     told = [action.body for action in driver.said if isinstance(action, do.NotifyRanks)]
-    assert {"t": "recovered-versions", "versions": [str(Version(40)), str(Version(50))]} in told
-    assert driver.levels("local") == {str(Version(40)): True, str(Version(50)): True}
-    assert driver.levels("store") == {str(Version(40)): True}
+    assert told == [{"t": "known-versions", "versions": []}]
+    assert driver.word() is not None
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_snapshots_of_a_former_agent_stay_until_a_newer_one_is_safe_where_there_are_slots(
+    slots: int, copies: bool
+) -> None:
+    driver = Driver()
+    driver.said.clear()
+    group = driver.group = RoundSteps(2)
+    for rank in range(2):
+        group.record_join(rank)
+        group.record_layout(rank)
+    group.is_replication_on = group.is_survey_pending = copies
+    group.record_agent_restart(0.0)
+    group.end_takeover(0.0, {0: Version(3), 1: Version(1), 2: Version(2)})
+    driver.steps = [4, 4]
+    driver.decide()
+    assert group.record_division(2, "d", (100, 100), slots)
+    driver.make_ready()
+    left = [[], [0], [0, 2]][slots - 1]
+    assert [slot.number for slot in group.slots if slot.leases] == left
+    newest = driver.complete()
+    driver.decide()
+    assert [slot.number for slot in group.slots if slot.leases and slot is not group.newest_slot] == left * copies
+    if copies:
+        found_safe(group, Version(2))
+        driver.decide()
+        assert sorted(group.inherited_versions.values()) == [Version(2)] * (slots == 3)
+        driver.copy()
+        driver.decide()
+        assert group.replicated_version == newest
+    assert not group.inherited_versions
+    assert slots == 1 or any(slot.is_making_arenas for slot in group.slots)
+
+
+@pytest.mark.parametrize("how", ["dead", "superseded"])
+def test_they_keep_nothing_back_once_no_newer_one_can_come(how: str) -> None:
+    driver = Driver()
+    driver.group.is_replication_on = True
+    driver.group.end_takeover(driver.now_s, {1: Version(1), 2: Version(2)})
+    driver.decide()
+    assert [slot.leases for slot in driver.group.slots[:3]] == [0, 1, 1]
+    if how == "dead":
+        driver.group.record_death(1)
+    else:
+        driver.group.supersede("a newer one")
+    driver.decide()
+    assert not any(slot.leases for slot in driver.group.slots)
 
 
 def test_a_failed_commit_is_told_and_the_next_one_tried() -> None:
@@ -828,8 +886,8 @@ def test_while_it_is_not_known_what_is_safe_elsewhere_nothing_is_dropped_and_tha
     """The agent was started again. The older one may be the one that is safe, and its own memory is part of that."""
     driver = Driver(policy=Every(seconds=600))
     driver.group.is_replication_on = driver.group.is_survey_pending = True
-    driver.group.record_held_snapshot(0, Version(40), False)
-    driver.group.record_held_snapshot(1, Version(50), False)
+    hold_snapshot(driver.group, 0, Version(40), False)
+    hold_snapshot(driver.group, 1, Version(50), False)
     asked = lambda: [each.version for each in driver.said if isinstance(each, do.Replicate)]  # noqa: E731
 
     def held() -> list[int]:
@@ -859,11 +917,11 @@ def test_what_is_found_to_be_safe_keeps_its_memory_here_though_copies_of_it_fail
     driver = Driver(policy=Every(seconds=600))
     driver.group.is_replication_on = driver.group.is_survey_pending = True
     driver.group.placement = (Kept("", 1, ("other",)),)
-    driver.group.record_held_snapshot(0, Version(50), False)
+    hold_snapshot(driver.group, 0, Version(50), False)
     driver.decide()
     found_safe(driver.group, Version(50))
     driver.group.record_replication(0, "a link was cut", driver.now_s)
-    driver.group.record_held_snapshot(1, Version(60), False)
+    hold_snapshot(driver.group, 1, Version(60), False)
     driver.decide()
     held = driver.group.replicated_slot
     assert held is not None
@@ -880,8 +938,8 @@ def test_what_is_found_to_be_safe_as_a_whole_is_not_undone_by_a_part_of_what_is_
         driver = Driver(policy=Every(seconds=600))
         driver.group.is_replication_on = driver.group.is_survey_pending = True
         driver.group.placement = Kept("", 1, ("other",)), Kept("other", 1, ("",))
-        driver.group.record_held_snapshot(0, Version(40), False)
-        driver.group.record_held_snapshot(1, Version(50), False)
+        hold_snapshot(driver.group, 0, Version(40), False)
+        hold_snapshot(driver.group, 1, Version(50), False)
         driver.decide()
         driver.group.placement = Kept("", 0), Kept("other", 1, ("",))
         found_safe(driver.group, Version(40), whole)
@@ -1059,7 +1117,7 @@ def test_who_waits_for_copies_that_nobody_had_room_for_hears_so_though_there_is_
 def test_what_is_found_to_be_kept_in_part_is_not_called_safe_where_nobody_keeps_any_more() -> None:
     driver = Driver(policy=Every(seconds=600))
     driver.group.is_survey_pending = True
-    driver.group.record_held_snapshot(0, Version(50), False)
+    hold_snapshot(driver.group, 0, Version(50), False)
     driver.decide()
     found_safe(driver.group, Version(50), whole=False)
     assert driver.copy() == NO_PEER_MEMORY
@@ -1088,7 +1146,7 @@ def test_an_agent_that_is_started_again_finds_out_what_is_safe_though_nobody_has
     driver = Driver(policy=Every(seconds=600))
     driver.group.is_survey_pending = True
     for slot, step in enumerate((40, 50)):
-        driver.group.record_held_snapshot(slot, Version(step), False)
+        hold_snapshot(driver.group, slot, Version(step), False)
     for tries in range(1, 3):
         driver.decide()
         assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [Version(50)] * tries
@@ -1113,7 +1171,7 @@ def test_who_waits_for_what_is_found_to_be_safe_hears_of_it() -> None:
         driver = Driver(policy=Every(seconds=600))
         driver.group.is_replication_on = driver.group.is_survey_pending = True
         for slot, step in enumerate((40, 50)):
-            driver.group.record_held_snapshot(slot, Version(step), False)
+            hold_snapshot(driver.group, slot, Version(step), False)
         driver.decide()
         found_safe(driver.group, Version(40), whole)
         driver.decide()
@@ -1144,7 +1202,7 @@ def test_before_it_is_known_who_keeps_what_nothing_outdoes_what_former_epochs_ha
     """The agent was started again: that no node is known to keep copies does not say that none is to."""
     driver = Driver(policy=Every(seconds=600))
     driver.group.is_survey_pending = True
-    driver.group.record_held_snapshot(0, Version(50), False)
+    hold_snapshot(driver.group, 0, Version(50), False)
     assert not driver.group.supersedes_former
     driver.group.is_replication_on = True
     assert not driver.group.supersedes_former
@@ -1468,8 +1526,8 @@ def test_who_waits_for_what_is_found_to_be_safe_after_a_restart_hears_that_it_is
     """What the former agent may have said of it is lost with that."""
     driver = Driver(policy=Every(seconds=600))
     driver.group.is_replication_on = driver.group.is_survey_pending = True
-    driver.group.record_held_snapshot(0, Version(40), False)
-    driver.group.record_held_snapshot(1, Version(50), False)
+    hold_snapshot(driver.group, 0, Version(40), False)
+    hold_snapshot(driver.group, 1, Version(50), False)
     driver.decide()
     found_safe(driver.group, Version(40), whole)
     driver.decide()
@@ -1624,7 +1682,7 @@ def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
 def test_what_an_agent_that_was_started_again_finds_in_the_store_counts_as_committed() -> None:
     driver = Driver(policy=Every(seconds=600))
     driver.group.is_replication_on = True
-    driver.group.record_held_snapshot(0, Version(50), True)
+    hold_snapshot(driver.group, 0, Version(50), True)
     assert driver.group.supersedes_former
     assert driver.group.survives_node_loss
     for rank in range(2):
@@ -1861,15 +1919,10 @@ def test_a_restarted_agent_appoints_only_when_it_knows_where_the_ranks_are() -> 
     for rank in range(2):
         group.record_join(rank)
         group.record_layout(rank)
-    group.record_arenas(0, (100, 100))
-    group.record_held_snapshot(0, Version(40), False)
     group.record_agent_restart(0.0)
     driver.decide()
     assert group.record_division(2, "d", (100, 100), 3)
     driver.make_ready()
-    assert group.newest_slot is group.slots[0]
-    assert group.newest_slot.attempt is not None
-    assert group.newest_slot.attempt.commit_state is WorkState.RUNNING, "what is not known to be committed is committed"
     assert driver.word() is None
     driver.steps = [44, 0]
     driver.decide()
@@ -1900,7 +1953,7 @@ def test_a_rank_that_comes_back_hears_what_became_of_its_snapshots_and_of_which_
     driver.decide()
     driver.group.record_join(1)
     known, *levels = driver.group.reconnect_messages()
-    assert known == {"t": "recovered-versions", "versions": [str(version)]}
+    assert known == {"t": "known-versions", "versions": [str(version)]}
     assert lost.step > version.step
     assert [(each["version"], each["level"], each["ok"]) for each in levels] == [
         (str(version), level, True) for level in ("local", "peer", "store")
@@ -1912,7 +1965,7 @@ def test_a_rank_that_comes_back_hears_what_became_of_its_snapshots_and_of_which_
     newer = driver.word()
     driver.stage(newer.attempt_number, Version(newer.step), newer.slot)
     assert {str(version), str(Version(newer.step))} <= set(driver.group.reconnect_messages()[0]["versions"])
-    driver.group.is_recovering = True  # it is another agent's that was started again
+    driver.group.is_taking_over = True  # it is another agent's that was started again
     assert driver.group.reconnect_messages() == []
 
 
@@ -2161,7 +2214,7 @@ def test_what_is_found_to_be_kept_in_part_is_no_more_than_that_while_it_is_copie
     group = driver.group
     group.is_survey_pending = group.is_replication_wanted = group.is_replication_on = True
     group.placement = Kept("", 1, ("other",)), Kept("other", 1, ("",))
-    group.record_held_snapshot(0, Version(50), False)
+    hold_snapshot(group, 0, Version(50), False)
     driver.decide()
     found_safe(group, Version(50), whole=False)
     assert (group.survives_node_loss, group.supersedes_former) == (False, False)
@@ -2290,7 +2343,7 @@ def test_what_is_found_to_be_safe_is_asked_for_once_it_is_known_who_is_to_keep_h
     group.record_join(0)
     group.record_layout(0)
     group.is_survey_pending = True
-    group.record_held_snapshot(0, Version(50), False)
+    hold_snapshot(group, 0, Version(50), False)
     asked = lambda: any(isinstance(each, do.Replicate) for each in group.decide(1.0, [50]))  # noqa: E731
     assert not asked()
     group.record_division(1, "d", (100,), 3)
@@ -2303,7 +2356,7 @@ def test_what_is_found_to_be_safe_as_a_whole_is_not_undone_by_a_part_though_none
     group = driver.group
     group.is_replication_on = group.is_survey_pending = True
     group.placement = Kept("", 0), Kept("other", 1, ("",))
-    group.record_held_snapshot(0, Version(50), False)
+    hold_snapshot(group, 0, Version(50), False)
     driver.decide()
     found_safe(group, Version(40))
     assert group.would_reduce_protection
@@ -2392,7 +2445,7 @@ def test_what_is_found_to_be_kept_in_part_keeps_that_part_where_the_rest_of_it_i
     group = driver.group
     group.is_replication_on = group.is_survey_pending = True
     group.placement = Kept("", 1, ("b",)), Kept("b", 0)
-    group.record_held_snapshot(0, Version(50), False)
+    hold_snapshot(group, 0, Version(50), False)
     driver.decide()
     found_safe(group, Version(50), False, ["", "b"], ["b"])
     assert (group.would_reduce_protection, group.survives_node_loss) == (False, False)
@@ -2469,7 +2522,7 @@ def test_who_waits_for_what_is_found_to_be_safe_by_parity_hears_so_though_less_o
     group = driver.group
     group.is_replication_on = group.is_survey_pending = True
     group.placement = Kept("", 1), Kept("b", 0)
-    group.record_held_snapshot(0, Version(50), False)
+    hold_snapshot(group, 0, Version(50), False)
     driver.decide()
     found_safe(group, Version(50), whole, ["", "b"], ["b"])
     assert group.would_reduce_protection

@@ -449,7 +449,7 @@ class Sim:
             "superseded",
             "end-process",
             "leave-deadline",
-            "recovered-versions",
+            "known-versions",
             "hold-awaited",
         )
         if action.body["t"] == "checkpoint-level":

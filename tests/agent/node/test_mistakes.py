@@ -274,21 +274,6 @@ def test_a_job_that_has_ended_is_needed_until_its_rule_is_carried_out(job: tuple
     assert not made.is_needed
 
 
-def test_what_was_taken_over_and_cannot_be_read_leaves_the_arenas_in_use(job: tuple[Job, Lanes, Listener]) -> None:
-    made, _, listener = job
-    failed: Future[Any] = Future()
-    failed.set_exception(MemoryError("hashing"))
-    arena = Arena.create(1 << 20)
-    try:
-        made.scheduler.slots[0].is_making_arenas = True
-        made._on_recovered({0: {0: arena}}, failed)
-        assert [event["name"] for event in listener.heard] == ["recovery.failed", "agent.recovered"]
-        assert not made.scheduler.slots[0].is_making_arenas
-        assert made.scheduler.slots[0].arena_bytes == (arena.size_bytes,)
-    finally:
-        arena.close()
-
-
 def test_a_timer_of_a_job_that_raises_fails_that_job_once(job: tuple[Job, Lanes, Listener]) -> None:
     made, lanes, listener = job
     made._call_later(0.0, lambda: 1 // 0)

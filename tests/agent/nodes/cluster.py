@@ -20,7 +20,6 @@ from typing import Any
 
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc import client, messages, secret
-from ckpt.ipc.arena import PAGE
 from ckpt.settings import Settings, read_settings
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
@@ -31,8 +30,8 @@ from tests.agent.fake import OPTIONS, FakeRank
 
 COPIED = {**OPTIONS, "policy": {"steps": None, "seconds": 0.001}, "peers": {"replicas": 1}}
 LEVELS = ("local", "peer", "store")
-BOUND_S = 60.0
 HASHES_AT = 2048  # in an arena's header page, where it is said what they are
+BOUND_S = 60.0
 
 # What of a node's address the others are told: where they find it.
 Route = Callable[[int, str], str]
@@ -235,12 +234,6 @@ class Cluster:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         await_end(pid)
-
-    def forget_hashes(self) -> None:
-        """What is staged is as it was before any agent had looked at it."""
-        for rank in self.job:
-            for arena in rank.slots.values():
-                arena.view[HASHES_AT:PAGE] = bytes(PAGE - HASHES_AT)
 
     def kill(self, *nodes: int) -> None:
         """These nodes are lost: agent and ranks."""

@@ -14,7 +14,6 @@ from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.memory_plan import MemoryUse
-from ckpt.agent.runtime.node_names import NodeNames
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.remote_share import RemotePeer
 from ckpt.ipc.messages import Message
@@ -87,7 +86,7 @@ def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
 ) -> None:
     net = Net()
     monkeypatch.setattr(time, "monotonic", lambda: HERE_S)
-    RemotePeer(cast(PeerNetwork, net), "b", EPOCH, 1, 1, 1, NodeNames()).send(body)
+    RemotePeer(cast(PeerNetwork, net), "b", EPOCH, 1, 1, 1).send(body)
     ((name, told),) = net.told
     assert name == "b"
     monkeypatch.setattr(time, "monotonic", lambda: THERE_S)
@@ -97,8 +96,6 @@ def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
 
 def test_a_rank_that_is_to_go_on_is_told_no_time(there: FollowerJob, rank: Rank) -> None:
     net = Net()
-    RemotePeer(cast(PeerNetwork, net), "b", EPOCH, 1, 1, 1, NodeNames()).reply(
-        7, {"leave": False, "leave_deadline_s": None}
-    )
+    RemotePeer(cast(PeerNetwork, net), "b", EPOCH, 1, 1, 1).reply(7, {"leave": False, "leave_deadline_s": None})
     there.on_coordinator_message(cast(Channel, None), Message(net.told[0][1], [], []))
     assert rank.heard == [{"t": "reply", "id": 7, "leave": False, "leave_deadline_s": None}]

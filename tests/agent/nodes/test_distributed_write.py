@@ -18,9 +18,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, _group_by_node
+from ckpt.agent.commit.distributed_write import SLOWDOWN_MAX, DistributedWrite, OnWritten, _group_by_node, overdue_s
 from ckpt.agent.commit.store_client import JobOptions
-from ckpt.agent.commit.write_timeout import SLOWDOWN_MAX, overdue_s
 from ckpt.agent.net.channel import BEAT_S
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import WriteRequest
@@ -66,16 +65,11 @@ def test_each_node_writes_the_frames_of_its_ranks_and_nobody_those_of_no_other_n
 
 class Writers:
     """Nodes that write when the test says so, and the main thread. Rank r is on node "nr", of which "kr" has a copy;
-    rank 0 on the one that commits. `parity`: nobody has any; in place of a node that is slow, or of those in `gone`,
-    the other nodes can make it."""
+    rank 0 on the one that commits."""
 
-    def __init__(self, world: int, copies: int = 1, parity: bool = False) -> None:
+    def __init__(self, world: int, copies: int = 1) -> None:
         self.clock, self.copies = ManualClock(), copies
-        self.safe: bool | None = True
-        self.parity, self.gone = parity, set[str]()
-        self.every = [node(rank) for rank in range(world)]
         self.asked: list[tuple[str, Callable[[Any, str], None]]] = []
-        self.unwanted: list[frozenset[str]] = []  # of whom nothing is, for each that was asked
         self.cancels: dict[int, threading.Event] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         frames = np.zeros(world, FRAME)
@@ -90,26 +84,20 @@ class Writers:
             cast(MemoryCheckpoint, made),
             JobOptions(),
             {node(rank): frozenset([rank]) for rank in range(world)},
-            self.others,
+            self.holders,
             self.ask,
             lambda what: what(),
             self.later,
             MARGIN_S,
             self.clock,
-            safe=lambda: self.safe,
         )
         self.futures = [future for _, future in self.parts(np.arange(world))]
 
-    def others(self, name: str, slow: bool) -> list[str]:
-        if self.parity:
-            return [each for each in self.every if each != name] if slow or name in self.gone else []
+    def holders(self, name: str) -> list[str]:
         return [f"{keeper}{name.lstrip('n') or 0}" for keeper in "kl"][: self.copies]
 
-    def ask(
-        self, name: str, wanted: WriteRequest, slow: frozenset[str], cancel: threading.Event, then: OnWritten
-    ) -> None:
+    def ask(self, name: str, wanted: WriteRequest, cancel: threading.Event, then: OnWritten) -> None:
         self.asked.append((name, then))
-        self.unwanted.append(slow)
         (rank,) = wanted.ranks.tolist()
         self.cancels[rank] = cancel
 
@@ -209,27 +197,25 @@ def test_whoever_fails_is_followed_at_once_by_one_after_the_other() -> None:
     assert nodes.of(1).result(0) is made
 
 
-def test_while_copies_are_on_their_way_who_has_one_is_asked_once_a_node_has_failed_and_not_before() -> None:
-    nodes = Writers(2)
-    nodes.safe = False
-    nodes.writes("")
-    nodes.move(1000)
-    assert nodes.names() == ["", "n1"], "it is slow, and nobody has a copy for sure"
+def test_a_part_of_which_nobody_has_a_copy_fails_with_its_node() -> None:
+    nodes = Writers(3, copies=0)
     nodes.writes("n1", "gone")
-    assert nodes.names() == ["", "n1", "k1"]
+    with pytest.raises(AgentError, match="n1 has not written its part: gone"):
+        nodes.of(1).result(0)
+    assert nodes.names() == ["", "n1", "n2"]
+
+
+def test_who_had_no_copy_yet_of_a_slow_nodes_part_is_asked_again_once_that_node_has_failed() -> None:
+    nodes = Writers(2)
+    nodes.writes("")
+    nodes.move(MARGIN_S + 1)
+    nodes.writes("k1", "it has no copies of them")
+    nodes.move(1000)
+    assert not nodes.of(1).done(), "it is only slow"
+    nodes.writes("n1", "gone")
+    assert nodes.names() == ["", "n1", "k1", "k1"]
     made = nodes.writes("k1")
     assert nodes.of(1).result(0) is made
-
-
-def test_once_copies_are_where_they_should_be_who_has_one_of_a_slow_nodes_is_asked() -> None:
-    """Though nobody has written anything since."""
-    nodes = Writers(2)
-    nodes.safe = False
-    nodes.writes("")
-    nodes.move(1000)
-    nodes.safe = True
-    nodes.move(MARGIN_S)
-    assert nodes.names() == ["", "n1", "k1"]
 
 
 def test_who_can_have_a_copy_only_later_is_asked_then() -> None:
@@ -242,137 +228,6 @@ def test_who_can_have_a_copy_only_later_is_asked_then() -> None:
     assert nodes.names() == ["", "n1", "k1"]
     made = nodes.writes("k1")
     assert nodes.of(1).result(0) is made
-
-
-def test_in_place_of_a_node_that_is_slow_those_are_asked_that_can_make_it_and_first_those_that_are_not_slow() -> None:
-    nodes = Writers(4, parity=True)
-    nodes.move(2.0)
-    nodes.writes("n3")
-    nodes.move(SLOWDOWN_MAX * 2.0 + MARGIN_S)
-    assert nodes.names() == ["", "n1", "n2", "n3", "n3", "n3", "n3"], "for each of the three, none of which is quick"
-    assert nodes.unwanted[-3:] == [{"", "n1", "n2"}] * 3
-    first = nodes.writes("n2")
-    assert nodes.of(2).result(0) is first
-
-
-@pytest.mark.parametrize("then", ["the slow one is first", "its own way breaks, too", "it dies"])
-def test_where_nobody_can_make_what_a_slow_node_staged_it_is_waited_for_and_once_it_is_gone_all_are_asked_again(
-    then: str,
-) -> None:
-    nodes = Writers(3, parity=True)
-    nodes.writes("")
-    nodes.writes("n2")
-    nodes.move(MARGIN_S + 1)
-    assert nodes.names() == ["", "n1", "n2", ""]
-    nodes.writes("", "there is no memory for it")
-    assert nodes.names() == ["", "n1", "n2", "", "n2"]
-    assert nodes.unwanted[-1] == {"n1"}, "though it is not the first that is asked in its place"
-    nodes.writes("n2", "there is no memory for it")
-    nodes.move(1000)
-    assert nodes.names() == ["", "n1", "n2", "", "n2"]
-    assert not nodes.of(1).done(), "it is only slow"
-    if then == "the slow one is first":
-        made = nodes.writes("n1")
-        assert nodes.of(1).result(0) is made
-        return
-    if then == "it dies":
-        nodes.gone.add("n1")
-    nodes.writes("n1", "the store denies it")
-    if then == "it dies":
-        assert nodes.names()[5:] == [""]
-        assert nodes.unwanted[-1] == frozenset(), "all that is left may be needed"
-        made = nodes.writes("")
-        assert nodes.of(1).result(0) is made
-    else:
-        with pytest.raises(AgentError, match="n1 has not written its part: the store denies it"):
-            nodes.of(1).result(0)
-
-
-def test_a_node_that_dies_while_another_makes_what_it_staged_is_followed_by_those_that_are_not_at_it() -> None:
-    nodes = Writers(3, parity=True)
-    nodes.writes("")
-    nodes.writes("n2")
-    nodes.move(MARGIN_S + 1)
-    nodes.gone.add("n1")
-    nodes.writes("n1", "gone")
-    assert nodes.names() == ["", "n1", "n2", "", "n2"]
-    nodes.writes("n2", "there is no memory for it")
-    assert not nodes.of(1).done()
-    made = nodes.writes("")
-    assert nodes.of(1).result(0) is made
-
-
-def test_what_the_store_refuses_of_a_node_that_is_there_is_made_by_another_once_the_store_has_taken_any() -> None:
-    nodes = Writers(4, parity=True)
-    nodes.writes("n1", "the store denies it")
-    assert nodes.names() == ["", "n1", "n2", "n3"], "it may refuse all"
-    nodes.writes("n2")
-    assert nodes.names()[4:] == [""]
-    assert nodes.unwanted[-1] == {"n1"}, "nothing is lost"
-    nodes.asked[-1][1](None, "there is no memory for it")
-    assert nodes.names()[4:] == ["", "n2"]
-    nodes.writes("n2", "neither")
-    assert nodes.names()[4:] == ["", "n2", "n3"]
-    made = nodes.writes("n3")
-    assert nodes.of(1).result(0) is made
-
-
-@pytest.mark.parametrize("ends", [True, False])
-@pytest.mark.parametrize("parity", [False, True])
-def test_who_has_no_copy_yet_is_asked_again_once_copies_are_there(parity: bool, ends: bool) -> None:
-    """Or once it is known that they will not be. With parity nobody can make anything before."""
-    nodes = Writers(2, parity=parity)
-    nodes.safe = None
-    nodes.writes("")
-    nodes.writes("n1", "the store denies it")
-    asked = ["", "n1", *["k1"] * (not parity)]
-    assert nodes.names() == asked
-    if not parity:
-        nodes.writes("k1", "it has no copies of them")
-    nodes.move(MARGIN_S + 1)
-    nodes.move(MARGIN_S + 1)
-    assert nodes.names() == asked
-    nodes.safe = ends
-    nodes.move(MARGIN_S + 1)
-    other = "" if parity else "k1"
-    assert nodes.names() == [*asked, other]
-    made = nodes.writes(other)
-    assert nodes.of(1).result(0) is made
-
-
-def test_where_the_store_refuses_all_nobody_makes_anything() -> None:
-    nodes = Writers(3, parity=True)
-    for name in ("n1", "n2", ""):
-        assert not any(future.done() for future in nodes.futures)
-        nodes.writes(name, "the store denies it")
-    assert nodes.names() == ["", "n1", "n2"]
-    for rank in range(3):
-        with pytest.raises(AgentError, match="the store denies it"):
-            nodes.of(rank).result(0)
-
-
-def test_what_a_node_refuses_that_others_have_made_in_vain_before_is_not_made_again() -> None:
-    nodes = Writers(2, parity=True)
-    nodes.writes("")
-    nodes.writes("n1", "the store denies it")
-    assert nodes.names() == ["", "n1", ""]
-    nodes.writes("", "there is no memory for it")
-    with pytest.raises(AgentError, match="n1 has not written its part: the store denies it"):
-        nodes.of(1).result(0)
-
-
-def test_a_slow_node_that_another_was_quicker_than_is_slow_for_the_others_too() -> None:
-    nodes = Writers(4, parity=True)
-    nodes.writes("")
-    nodes.writes("n2")
-    nodes.move(MARGIN_S + 1)
-    assert nodes.names()[4:] == ["", ""]
-    assert nodes.unwanted[4:] == [{"n1", "n3"}] * 2
-    nodes.writes("")  # for n3
-    assert nodes.of(3).done()
-    nodes.asked[4][1](None, "there is no memory for it")
-    assert nodes.names()[6:] == ["n2"]
-    assert nodes.unwanted[6:] == [{"n1", "n3"}]
 
 
 def test_the_part_of_the_node_that_commits_is_one_like_the_others_where_its_own_link_is_slow() -> None:
@@ -439,24 +294,11 @@ def test_with_the_commit_or_the_agent_what_is_written_here_ends_and_nobody_is_wa
 def test_what_a_node_that_hangs_was_to_upload_is_written_by_who_has_a_copy_under_its_own_keys(
     cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_written_for_one_that_hangs(cluster, url, monkeypatch, 0, 1)
-
-
-@pytest.mark.parametrize(("peers", "spread"), [((1, 1), (0, 1)), ((2, 1), (0, 1, 2))])
-def test_what_a_node_that_hangs_was_to_upload_is_made_again_from_parity_and_written_by_another(
-    cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch, peers: tuple[int, int], spread: tuple[int, ...]
-) -> None:
-    """Before it is taken to be gone; and whoever wanted anything of it would wait for it until then."""
-    cluster.options = {**cluster.options, "peers": {"data": peers[0], "parity": peers[1]}}
-    check_written_for_one_that_hangs(cluster, url, monkeypatch, *spread)
-
-
-def check_written_for_one_that_hangs(cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch, *spread: int) -> None:
     """Uploads are slowed down, so that the agent hangs in the middle of its own. All of it has to come to its end while
     an agent that says nothing is not yet taken to be gone: on a machine that is far too busy that is left to chance."""
     monkeypatch.setenv("CKPT_HEARTBEAT_S", "1")
     cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": 1_000_000.0}}
-    cluster.start(*spread)
+    cluster.start(0, 1)
     version = cluster.save("peer")
     os.kill(cluster.pids[1], signal.SIGSTOP)
     stopped_s = time.monotonic()
@@ -466,11 +308,11 @@ def check_written_for_one_that_hangs(cluster: Cluster, url: str, monkeypatch: py
     first = files_of(url)
     os.kill(cluster.pids[1], signal.SIGCONT)
     if not MARGIN_S / 2 < took_s < SILENCE_S_MAX - BEAT_S and os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
-        assert len(writers_named(url)) == len(spread)
+        assert len(writers_named(url)) == 2
         pytest.skip("this machine has so much else to do that its part was written before, or it is taken to be gone")
     cluster.finish()
     last, named = files_of(url), writers_named(url)
-    assert len(named) == len(spread), "the record says who wrote which part"
+    assert len(named) == 2, "the record says who wrote which part"
     assert all(last.pop(path) == written for path, written in first.items()), "nothing is written twice to one key"
     assert named.isdisjoint(path.name.partition("-")[0] for path in last), "nor by two that have one name"
     (told,) = [path.read_text() for path in (cluster.folder / "n0").rglob("*.log")]

@@ -1,6 +1,5 @@
 """The part of a commit that lies on the node that commits: where its own way to the store is slow, or broken, who
-keeps copies of it writes it; where it is slow, also who makes it again from parity. Real agents and a real S3 server,
-which the first node reaches through a proxy."""
+keeps copies of it writes it. Real agents and a real S3 server, which the first node reaches through a proxy."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from ckpt.storage import open as open_store
 from ckpt.store.prune import Pruner
 from ckpt.store.reader import open_record
 from ckpt.store.run import Run
-from ckpt.types import Identity, Version
+from ckpt.types import Version
 from tests import servers
 from tests.agent.nodes.cluster import Cluster, line, train
 from tests.checkpointer.proxy import HELD, RESET, Proxy, answer, proxy
@@ -102,44 +101,7 @@ def test_where_the_coordinators_own_link_is_stuck_who_has_a_copy_writes_its_part
     check_restored(cluster, version)
 
 
-@pytest.mark.parametrize("kill", [False, True])
-def test_where_the_coordinators_own_link_is_stuck_its_part_is_made_again_from_parity_and_written_by_another(
-    cluster: Cluster, url: str, link: Proxy, kill: bool
-) -> None:
-    """So it is for the next checkpoint, whose parity takes the place of this one's and of what was made of that.
-    `kill`: another node is lost then, which its parity bears."""
-    cluster.options = {**cluster.options, "peers": {"data": 2, "parity": 1}}
-    start(cluster, link, 0, 1, 1, 2)
-    link.fail(HELD, "PUT", DATA)
-    versions = []
-    for step in (1, 2):
-        train(cluster.job, step)
-        versions.append(cluster.save("peer"))
-        assert cluster.job[0].wait_level(versions[-1], "store"), cluster.job[0].levels
-    assert len(link.met) == 1, "its own is held for as long as this test wants it to be, and the next waits for that"
-    assert [each.version for each in line(url)] == versions
-    told = "".join(path.read_text() for path in (cluster.folder / "n0").rglob("*.log"))
-    assert told.count("this node takes longer") == 2
-    kept = [(identity, ranks) for node in (1, 2) for identity, ranks in cluster.status(node)["copies"].items()]
-    assert {Identity.parse(identity).version for identity, _ in kept} == {versions[-1]}, "nothing of the one before"
-    assert [ranks for _, ranks in kept if ranks] == [[0]]
-    if kill:
-        cluster.kill(2)
-        cluster.hang_up()
-        link.heal()
-        decision = cluster.start(0, 1, 5)
-        assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (2, "peer")
-        return
-    link.heal()
-    cluster.finish()
-    check_restored(cluster, versions[-1])
-
-
-@pytest.mark.parametrize("peers", [{"replicas": 1}, {"data": 2, "parity": 1}])
-def test_where_another_nodes_link_is_stuck_its_part_is_written_for_it(
-    cluster: Cluster, url: str, link: Proxy, peers: dict[str, int]
-) -> None:
-    cluster.options = {**cluster.options, "peers": peers}
+def test_where_another_nodes_link_is_stuck_its_part_is_written_for_it(cluster: Cluster, url: str, link: Proxy) -> None:
     link.fail(HELD, "PUT", DATA, count=1)
     version = commit_with_one_in_trouble(cluster, url, link)
     link.heal()
@@ -151,11 +113,7 @@ def test_where_another_nodes_link_is_stuck_its_part_is_written_for_it(
     check_restored(cluster, version)
 
 
-@pytest.mark.parametrize("peers", [{"replicas": 1}, {"data": 2, "parity": 1}])
-def test_what_the_store_refuses_of_another_node_is_written_for_it(
-    cluster: Cluster, url: str, link: Proxy, peers: dict[str, int]
-) -> None:
-    cluster.options = {**cluster.options, "peers": peers}
+def test_what_the_store_refuses_of_another_node_is_written_for_it(cluster: Cluster, url: str, link: Proxy) -> None:
     link.fail(answer(403, "AccessDenied"), "PUT", DATA, count=1)
     version = commit_with_one_in_trouble(cluster, url, link)
     cluster.finish()

@@ -7,7 +7,6 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,15 +180,3 @@ def test_nodes_that_die_while_parity_is_made_leave_the_checkpoint_before_as_safe
     cluster.hang_up()
     left = [node for node in range(4) if node not in lost]
     check_memory(cluster, cluster.start(*left), safe, step)
-
-
-@pytest.mark.parametrize("lost", [(1,), (2, 3)])
-def test_a_commit_of_what_was_lost_is_made_by_those_who_are_left(cluster: Cluster, lost: tuple[int, ...]) -> None:
-    start(cluster, TWO, (0, 1, 1, 2, 3), extra=2 << 20)
-    step = cluster.checkpoint("peer")
-    Path(cluster.url, "data").unlink()
-    cluster.kill(*lost)
-    cluster.hang_up()
-    await_commit(cluster, step)
-    packs = {path.name.rpartition("-")[0] for path in Path(cluster.url, "data").rglob("*.pack")}
-    assert len(packs) >= 4, "each of the nodes that are left wrote its own part, and somebody that of who is lost"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,12 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.agent.job.job_executor import JobExecutor
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.replication.parity_service import ParityService
 from ckpt.agent.replication.parity_worker import WORK_BYTES
-from ckpt.agent.replication.rebuild import UNWANTED
 from ckpt.agent.replication.replica_store import ReplicaStore, encode_described
 from ckpt.agent.replication.replication_manager import SLOTS_MIN, LentMemory, ReplicationManager
 from ckpt.agent.replication.survey import KeptReplica
@@ -551,8 +548,8 @@ def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhe
     made._network = SimpleNamespace(agent_name="n1")  # type: ignore[assignment]
     regroup(made)
     assert made.placement != before
-    assert [made.find_providers(identity(5), name, False) for name in ("n0", "n3")] == [["n2"], [""]]
-    assert made.find_providers(identity(6), "n0", True) == []
+    assert [made.find_holders(identity(5), name) for name in ("n0", "n3")] == [["n2"], [""]]
+    assert made.find_holders(identity(6), "n0") == []
 
 
 def test_who_keeps_copies_of_what_is_safe_stays_known_until_it_has_been_copied_again_elsewhere() -> None:
@@ -572,11 +569,11 @@ def test_who_keeps_copies_of_what_is_safe_stays_known_until_it_has_been_copied_a
     for error in ("it is gone", ""):
         made.replicate(identity(5), identity(5), {}, heard.append)
         while asked:
-            assert made.find_providers(identity(5), "n0", False) == ["n2"]
+            assert made.find_holders(identity(5), "n0") == ["n2"]
             name, then = asked.pop()
             then(None if error else Message({}, [], [encode_described(of(name))]), error)
         assert (error in heard[-1], bool(heard[-1])) == (True, bool(error))
-    assert made.find_providers(identity(5), "n0", False) != ["n2"]
+    assert made.find_holders(identity(5), "n0") != ["n2"]
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -647,14 +644,14 @@ def test_who_keeps_what_was_found_is_not_known_though_some_have_a_part_in_it_by_
     assert made.depends_on("lender", identity(5)), "it may keep some, since before this agent was started"
 
 
-def test_who_has_what_a_node_staged_is_known_and_with_parity_it_is_made_again_where_that_is_gone_or_slow() -> None:
-    away = SimpleNamespace(agent_name="n1", channel=lambda name: object() if name == "n3" else None)
+def test_who_has_copies_of_what_a_node_staged_is_known_and_with_parity_nobody_has() -> None:
+    away = SimpleNamespace(agent_name="n1")
     made = replication_manager(4)
     made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
     made._placements_used[identity(5)] = made.placement
     made._network = away  # type: ignore[assignment]
-    assert [made.find_providers(identity(5), name, False) for name in ("", "n0", "n2", "n3")] == [
+    assert [made.find_holders(identity(5), name) for name in ("", "n0", "n2", "n3")] == [
         ["n3"],
         ["n2"],
         ["n0"],
@@ -665,16 +662,8 @@ def test_who_has_what_a_node_staged_is_known_and_with_parity_it_is_made_again_wh
     assert made.placement is not None
     made._placements_used[identity(5)] = made.placement
     made._network = away  # type: ignore[assignment]
-    found = {name: made.find_providers(identity(5), name, False) for name in ("", "n0", "n2", "n3")}
-    assert {name for name, names in found.items() if names} == {"n0", "n2"}, "who is there has it"
-    slow = {name: made.find_providers(identity(5), name, True) for name in ("", "n0", "n2", "n3")}
-    assert {name: sorted(names) for name, names in slow.items()} == {
-        "": ["n0", "n2", "n3"],
-        "n0": ["", "n2", "n3"],
-        "n2": ["", "n0", "n3"],
-        "n3": ["", "n0", "n2"],
-    }
-    assert made.find_providers(identity(6), "n0", True) == []
+    assert not any(made.find_holders(identity(5), name) for name in ("", "n0", "n2", "n3")), "nothing is made again"
+    assert made.find_holders(identity(6), "n0") == []
 
 
 @pytest.mark.parametrize("count", range(1, 6))
@@ -691,69 +680,3 @@ def test_of_several_holders_each_is_asked_first_for_as_many_ranks_and_this_node_
 def test_ranks_that_the_same_nodes_hold_are_asked_of_different_ones() -> None:
     whole = together(a=holding((5, 0), (5, 1)), b=holding((5, 0), (5, 1)))
     assert whole.holders_by_rank(identity(5)) == {0: ["a", "b"], 1: ["b", "a"]}
-
-
-# --- who writes what a lost node was to write ------------------------------------------------------------------------
-
-
-def wanted_of(rank: int) -> WriteRequest:
-    return WriteRequest(identity(5), np.zeros(1, FRAME), np.array([rank]), np.zeros(1, np.int64), "raw", None)
-
-
-@pytest.mark.parametrize(("slow", "writes"), [("", ["n1"]), ("n1", []), ("n2", [])])
-def test_a_node_that_is_back_before_its_part_is_made_again_from_parity_writes_it_itself_and_one_that_is_slow_does_not(
-    slow: str, writes: list[str]
-) -> None:
-    made, there = replication_manager(4, option=Parity(3, 1)), set[str]()
-    made.update_placement(sizes(4, 100), plans(4, 100, 5000))
-    assert made.placement is not None
-    made._placements_used[identity(5)] = made.placement
-    asked: list[str] = []
-    parities = SimpleNamespace(send_request=lambda name, *_: asked.append(name))
-    made._parity_service = cast(ParityService, parities)
-    made._network = cast(
-        PeerNetwork, SimpleNamespace(agent_name="n0", channel=lambda name: object() if name in there else None)
-    )
-    written: list[str] = []
-    made._is_rebuilding = True  # another one: what is to be made waits for it
-    carrier = SimpleNamespace(
-        ranks=SimpleNamespace(node_of=lambda rank: f"n{rank}"),
-        replication_manager=made,
-        _guard_callback=lambda then: then,
-        _request_replica_write=lambda name, wanted, cancel, then: written.append(name),
-    )
-    cancel = threading.Event()
-    errors: list[str] = []
-    then = lambda result, error: errors.append(error)  # noqa: E731
-    JobExecutor._request_part_write(
-        cast(JobExecutor, carrier), {}, "n2", wanted_of(1), frozenset({slow} - {""}), cancel, then
-    )
-    assert not written
-    there.add("n1")
-    made._is_rebuilding = False
-    made._start_next_rebuild()
-    assert written == writes
-    assert asked == (["n0", "n2", "n3"] if slow == "n1" else [])
-    assert errors == (["it is slow itself"] if slow == "n2" else [])
-
-
-def test_what_is_made_again_once_nobody_waits_for_it_any_more_is_not_written() -> None:
-    cancel, made, asked = threading.Event(), list[Any](), list[str]()
-    carrier = SimpleNamespace(
-        ranks=SimpleNamespace(node_of=lambda rank: f"n{rank}"),
-        replication_manager=SimpleNamespace(rebuild_part=lambda *given: made.append(given)),
-        _guard_callback=lambda then: then,
-        _request_replica_write=lambda name, wanted, cancel, then: asked.append(name),
-    )
-    errors: list[str] = []
-    then = lambda result, error: errors.append(error)  # noqa: E731
-    for _ in range(2):
-        JobExecutor._request_part_write(
-            cast(JobExecutor, carrier), {}, "n2", wanted_of(1), frozenset({"n1"}), cancel, then
-        )
-        (*_, over, told) = made[-1]
-        assert over() is cancel.is_set()
-        told("n2", "")
-        cancel.set()
-    assert asked == ["n2"]
-    assert errors == [UNWANTED]

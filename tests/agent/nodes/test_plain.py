@@ -48,7 +48,7 @@ def test_only_the_agent_that_coordinates_a_job_lets_its_checkpoints_go(cluster: 
         cluster.save("store")
         train(cluster.job, cluster.job[0].step + 1)
     wanted = {"keep": {"last": 1}, "also": []}
-    with pytest.raises(RunInUse, match=r"the agent of node 127.0.0.1 \(rank 0\), which"):
+    with pytest.raises(RunInUse, match=rf"coordinated by agent .*:{cluster.pids[0]}-[0-9a-f]{{6}}, which"):
         prune(cluster, 1, {**wanted, "yes": True})
     # A commit may still be under way.
     wait_for(lambda: len(prune(cluster, 1, {**wanted, "yes": False})["retire"]) == len(line(url)) - 1 > 0)
@@ -99,7 +99,7 @@ def test_an_agent_that_was_started_again_shows_what_the_store_has_though_no_memo
     cluster.kill_agent(0)
     assert all(rank.lost.wait(60) for rank in cluster.job)
     cluster.come_back()
-    shown = cluster.await_status(0, lambda status: status["account"]["safe"].keys() >= {"local", "store"})
+    shown = cluster.await_status(0, lambda status: "store" in status["account"]["safe"])
     assert shown["account"]["safe"]["store"]["step"] == stored
 
 

@@ -416,10 +416,11 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     services = SimpleNamespace(replicas=held.keeper, store=store, network=lambda: None)
     if coordinates:
         run = lambda lane, work, then: held.turned.workers.run(lane, work, then)  # noqa: E731
-        carrier = SimpleNamespace(ranks=None, _services=services, _run=run)
+        ranks = SimpleNamespace(remote_shares={})
+        carrier = SimpleNamespace(ranks=ranks, _services=services, _run=run)
         carrier._write_own_part = functools.partial(JobExecutor._write_own_part, cast(Any, carrier))
         cancel, then = threading.Event(), lambda *found: heard.append(found)
-        JobExecutor._request_replica_write(cast(Any, carrier), "", wanted, cancel, then)
+        JobExecutor._request_part_write(cast(Any, carrier), {}, "", wanted, cancel, then)
     else:
         arenas = lambda identity, ranks: {rank: held.keeper.arenas_of(identity)[rank] for rank in ranks}  # noqa: E731
         writes = Progress()

@@ -15,7 +15,6 @@ from ckpt.agent.job.job_executor import JobExecutor
 from ckpt.agent.replication.replicate import Replication
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_replicated, newest_replicated
-from ckpt.agent.runtime.node_names import NodeNames
 from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteShare
@@ -245,6 +244,7 @@ class Carried:
             replicated_version=None,
             retained_version=None,
             retained_placement=(),
+            inherited_versions={},
             record_survey=self.found_safe,
             record_replication=self.replicated,
             why_not_replicated=lambda version: ReplicaState.why_not_replicated(cast(ReplicaState, self.group), version),
@@ -427,9 +427,7 @@ def test_a_node_that_was_away_when_all_copies_were_given_up_hears_so_once_it_is_
     services.replicas = SimpleNamespace(evict_epoch=gone.append)
 
     def comes_back(rank: int) -> list[str]:
-        carried.carrier.ranks.connect_rank(
-            rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1, NodeNames())
-        )
+        carried.carrier.ranks.connect_rank(rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1))
         said.clear()
         Job._send_bandwidth_limit(cast(Job, carried.carrier), rank)
         assert {name for name, _ in said} == {"bc"[rank - 1]}

@@ -18,7 +18,7 @@ from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
 from ckpt.types import Version
-from tests.agent.job.test_scheduler import Driver
+from tests.agent.job.test_scheduler import Driver, hold_snapshot
 
 DAY_S = 86400.0
 
@@ -706,8 +706,9 @@ def sent_away(driver: Warned, *ranks: int, why: str = "", committed: Version | N
 
 
 def test_an_agent_started_again_reports_what_comes_of_ranks_that_a_former_one_sent_away() -> None:
+    """They have saved the last step again."""
     driver = Warned()
-    driver.group.record_held_snapshot(1, Version(7), False)
+    hold_snapshot(driver.group, 1, Version(7), False)
     sent_away(driver, 0)
     assert not driver.outcomes(), "it is to be committed first"
     driver.warn(18.0, source=SIGNAL_SOURCE, key="SIGTERM")
@@ -730,7 +731,7 @@ def test_where_nothing_was_handed_over_it_says_what_is_in_the_store_as_the_ranks
 
 def test_ranks_that_a_former_agent_sent_away_name_the_notices_that_came_to_them_before_they_tell_them() -> None:
     driver = Warned()
-    driver.group.record_held_snapshot(1, Version(7), False)
+    hold_snapshot(driver.group, 1, Version(7), False)
     driver.group.record_exit_order("", driver.now_s + 20.0, None)
     driver.group.record_exit_order("", driver.now_s + 20.0, None, ["signal SIGTERM"])
     for rank in range(2):
@@ -1040,21 +1041,6 @@ def test_so_they_do_where_a_last_appointment_was_made_already() -> None:
     assert (body["how"], body["level"], body["error"]) == ("left", "store", "")
 
 
-def test_so_they_do_where_the_agent_was_started_again_in_that_commit() -> None:
-    """It learns from whoever waits that it is the last one."""
-    driver = Warned()
-    driver.train(2.0)
-    driver.group.record_held_snapshot(1, Version(20), False)
-    driver.group.require_commit(Version(20), SaveReason.EXIT)
-    signalled(driver)
-    driver.now_s += 20.0
-    driver.decide()
-    assert (driver.ends(), driver.word()) == ([], None)
-    driver.commit()
-    (body,) = driver.outcomes()
-    assert (body["how"], body["level"], body["step"]) == ("left", "store", 20)
-
-
 @pytest.mark.parametrize(("lead_s", "said"), [(10.0, ["left"]), (3600.0, [])])
 def test_of_a_machine_that_goes_once_the_ranks_are_at_their_end_it_is_said_that_they_left_where_it_goes_soon(
     lead_s: float, said: list[str]
@@ -1349,7 +1335,7 @@ def test_what_is_found_to_be_safe_after_a_restart_is_said_to_outlive_as_many_nod
     there."""
     driver = Warned(3)
     driver.group.is_survey_pending = True
-    driver.group.record_held_snapshot(1, Version(20), False)
+    hold_snapshot(driver.group, 1, Version(20), False)
     driver.train(3.0)
     driver.group.record_survey(Version(20), [Kept(node, 1) for node in ("", "b", "c")], True)
     driver.group.record_replication(1, "", driver.now_s)

@@ -43,7 +43,7 @@ class Noticed(Sim):
         self.standing: dict[tuple[str, str], StandingNotice] = {}  # what the machine's owner says
         self.signals: dict[int, tuple[float, float]] = {}  # rank -> (when, deadline)
         self.restarts = 0
-        self.sizes: dict[int, tuple[int, ...]] = {}
+        self.sizes: dict[int, tuple[int, ...]] | None = None  # of a former agent's arenas, by slot
         self.end_told = False
         self.told: set[int] = set()  # ranks that were told to leave by a notice, or read that on the page
         self.by_s, self.told_by_s = math.inf, math.inf  # since the verdict: the earliest deadline; what ranks were told
@@ -177,8 +177,6 @@ class Noticed(Sim):
         verdict, self.verdict = self.verdict, 0
         self.group = Scheduler(self.world, self.policy, first_attempt=self.random.randrange(1, 1 << 20))
         self.group.record_agent_restart(self.now_s)
-        for number in self.sizes:
-            self.group.slots[number].is_making_arenas = True
         self.wake_s = None
         for rank in self.ranks:
             rank.connection += 1
@@ -201,7 +199,7 @@ class Noticed(Sim):
                 rank.gave_up = Version(rank.ended, rank.sub)
                 self.after(1.5, self.proceed, rank)
             self.after(self.random.uniform(0.1, 1.0), self.rejoin, rank)
-        self.in_agent(60.0, self.give_up_recovery)
+        self.in_agent(60.0, self.give_up_takeover)
 
     def proceed(self, rank: Rank) -> None:
         if rank.alive and not rank.left:
@@ -225,7 +223,7 @@ class Noticed(Sim):
             if rank.number in self.signals:
                 self.tell_signal(rank)
             if all(member.has_joined for member in self.group.rank_states):
-                self.recover()
+                self.end_takeover()
             for told in self.standing.values():  # the listeners begin anew
                 self.group.add_notice(told)
             self.decide()
@@ -241,22 +239,23 @@ class Noticed(Sim):
             return True
         return any(not rank.alive for rank in self.ranks)
 
-    def give_up_recovery(self) -> None:
-        for number in self.sizes:
-            self.group.record_arenas(number, ())
-        self.sizes = {}
-        self.decide()
+    def give_up_takeover(self) -> None:
+        if self.sizes is not None:
+            self.sizes = None
+            self.group.end_takeover(self.now_s)
+            self.decide()
 
-    def recover(self) -> None:
+    def end_takeover(self) -> None:
+        if self.sizes is None:
+            return
+        inherited: dict[int, Version] = {}
         for number, sizes in self.sizes.items():
-            held = self.contents(number)
             self.group.record_arenas(number, sizes)
+            held = self.contents(number)
             if held[0] is not None and len(set(held)) == 1:
-                version = Version.parse(held[0][1])
-                self.group.record_held_snapshot(number, version, False)
-                self.completed.append(version)
-        self.sizes = {}
-        self.group.finish_recovery()
+                inherited[number] = Version.parse(held[0][1])
+        self.sizes = None
+        self.group.end_takeover(self.now_s, inherited)
 
     def do_NotifyRanks(self, action: do.NotifyRanks) -> None:
         self.end_told = self.end_told or action.body["t"] == "end-process"

@@ -26,6 +26,7 @@ from ckpt.ipc.arena import Arena
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
 from ckpt.types import Epoch, Identity, Version
+from tests.agent.job.test_scheduler import hold_snapshot
 from tests.agent.nodes.staged import close_arenas
 
 GIB = 1 << 30
@@ -213,7 +214,7 @@ def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store()
     group.is_replication_on = True
     job = SimpleNamespace(scheduler=group, checkpoints={0: object()}, nodes=("a", "b"))
     complete = lambda: cast(Any, Job.has_complete).fget(job)  # noqa: E731
-    group.record_held_snapshot(0, Version(5), False)
+    hold_snapshot(group, 0, Version(5), False)
     assert not complete(), "it is gone with one of them"
     group.record_survey(Version(5), [Kept("", 1), Kept("b", 1)], True)
     assert complete()

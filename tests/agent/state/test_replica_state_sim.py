@@ -428,12 +428,14 @@ class Sim:
             case do.MakeArenas(slot, sizes):
                 self.group.record_arenas(slot, sizes)
             case do.OfferSlot(slot):
+                if slot in self.slots:
+                    self.lose_inherited(slot)
                 for rank in range(len(TRAIN)):
                     self.group.record_warm_arena(rank, slot, self.group.division)
             case do.ClearSlot(slot):
                 self.slots.pop(slot, None)
-            case do.CloseArenas(slot):
-                assert slot not in self.slots, "it holds something"
+            case do.CloseArenas(slot) if slot in self.slots:
+                self.lose_inherited(slot)
             case do.Replicate(slot, _, version):
                 self.replicate(slot, version)
             case do.DropReplicas():
@@ -584,6 +586,14 @@ class Sim:
         self.outlive = {without: version for without, version in self.outlive.items() if self.has(version, without)}
         self.fail_coming(lambda memory, key, sources: name in sources)
 
+    def lose_inherited(self, slot: int) -> None:
+        """What a former agent has left there goes: something newer is safe, or there is no other slot."""
+        assert self.group.slots[slot].state is SlotState.FREE, "it holds something"
+        is_needed = len(self.slots) >= self.group.slot_limit
+        del self.slots[slot]
+        if is_needed:
+            self.outlive = {without: version for without, version in self.outlive.items() if self.has(version, without)}
+
     def kill(self) -> None:
         name = self.random.choice(NODES[1:])
         self.totals["killed"] += 1
@@ -654,10 +664,9 @@ class Sim:
         for rank in range(len(TRAIN)):
             group.record_join(rank)
             group.record_layout(rank)
-        for slot, version in self.slots.items():
+        for slot in self.slots:
             group.record_arenas(slot, (BYTES,) * len(TRAIN))
-            group.record_held_snapshot(slot, version, version in self.stored)
-        group.finish_recovery()
+        group.end_takeover(self.driver.now_s, self.slots)
         self.driver.decide()
         group.record_division(len(TRAIN), "d", (BYTES,) * len(TRAIN), before.slot_limit)
         self.place()

@@ -119,7 +119,7 @@ def test_an_agent_that_is_started_again_hears_what_a_rank_waits_for_and_whether_
         made.announce_wait(Version(7), why)
         made._reconnect()
         made.told.clear()
-        made._on_message(messages.Message({"t": "recovered-versions", "versions": [str(Version(7))]}))
+        made._on_message(messages.Message({"t": "known-versions", "versions": [str(Version(7))]}))
         assert made.told == [{"t": "require-commit", "version": str(Version(7)), "why": why}]
         made.close()
 

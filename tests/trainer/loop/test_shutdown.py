@@ -33,7 +33,7 @@ class Waits:
         self.is_asked, self.answer = threading.Event(), threading.Event()
         self.levels = SimpleNamespace(has_pending_versions=False)
 
-    def leave_after_notice(self, why: str, until_s: float, by_s: float, notices: list[str]) -> Message:
+    def leave_after_notice(self, *given: Any) -> Message:
         self.asked.append(threading.current_thread().name)
         self.is_asked.set()
         assert self.answer.wait(30)
@@ -99,7 +99,7 @@ class Gone:
     """A link whose agent has died, and none comes back. `nodes`: how many the job is on."""
 
     end_order: EndOrder | None = None
-    is_rejoined, is_given_up = False, True
+    is_rejoined, is_given_up, agent_restarts = False, True, 0
 
     def __init__(self, nodes: int) -> None:
         self.terms = SimpleNamespace(nodes=[{"name": str(n)} for n in range(nodes)])
