@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from ckpt.agent.commit.store_client import JobOptions
-from ckpt.agent.restore.restore_session import RestoreSession
+from ckpt.agent.restore.sources import open_session
 from ckpt.checkpoint import Checkpoint
 from ckpt.clock import Clock
 from ckpt.errors import DamagedData, MissingData, NoCheckpoint, NotFound, Superseded
@@ -195,7 +195,7 @@ def test_a_pack_that_a_rank_does_not_see_in_a_folder_is_waited_for(
     (ref,) = Run(late).view().history
     record = open_record(late, ref)
     cache.denied[keys.DATA] = denied
-    loop.restore = RestoreSession(
+    loop.restore = open_session(
         *(identity, record.manifest, 1, None, lambda: FrameReader(late, record), loop.workers),
         *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
         folder="/elsewhere",

@@ -25,7 +25,8 @@ from ckpt.agent.net.progress import ProgressReport
 from ckpt.agent.preemption.notice_relay import ExitTiming, RelayedNotice
 from ckpt.agent.restore.peer_source import PeerSource
 from ckpt.agent.restore.restore_session import RestoreSession, decode_request, kind_of
-from ckpt.agent.restore.shared_read import SharedRead
+from ckpt.agent.restore.shared_read import SharedRead, shared_read_of
+from ckpt.agent.restore.sources import open_session
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.memory_plan import SLOTS, MemoryPlan, MemoryUse, slots_for
 from ckpt.agent.runtime.workers import Workers
@@ -445,17 +446,17 @@ class FollowerJob:
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
         fan: SharedRead | None = None
         if refs and len(self.nodes) > 1:
-            services = self._network, self._workers, self._server.call_later, self._server.post
             read = lambda: self._store.open_reader(refs)  # noqa: E731
             only = places.missing_frames if places is not None else None
-            fan = SharedRead(identity, self.epoch, manifest, self.nodes, *services, read, room, self._send_event, only)
+            about = identity, self.epoch, manifest, self.nodes
+            fan = SharedRead(*about, self._network, read, room, self._send_event, only)
         near: LocalMemory | None = None
         peers: PeerSource | None = None
         if places is not None:
             near = LocalMemory(self._arenas_of(identity), places.ranks, places.offsets)
             nodes = [*self.nodes, *_parse_holders(answer.blobs[4])]
-            peers = PeerSource(places, manifest, self._network, nodes, self._server.post)
-        return RestoreSession(
+            peers = PeerSource(places, self._network, nodes)
+        return open_session(
             identity,
             manifest,
             len(self._local_ranks),
@@ -480,7 +481,7 @@ class FollowerJob:
         if all(node.name != asked_by for node in self.nodes):
             raise AgentError(f"agent {asked_by} has no part in {self.epoch}")
         if self._restore is not None and self._restore.identity == identity:
-            return self._restore.shared_read
+            return shared_read_of(self._restore)
         if self._restore is None and not self._is_locating:
             self._locate_candidate(identity)
         return None

@@ -315,7 +315,7 @@ class ClusterStartup(NodeMemory):
                 fields = {"t": "serve-frames", "identity": str(places.identity), "rank": rank}
                 network.notify(name, fields, [frames.encode()])
         nodes = [*start.nodes, *self._holders_without_ranks(start)]
-        return PeerSource(places, manifest, network, nodes, self._server.post)
+        return PeerSource(places, network, nodes)
 
     def _open_shared_read(
         self, start: Start, job: Job, chosen: ResolvedStart, places: FramePlaces | None
@@ -325,13 +325,11 @@ class ClusterStartup(NodeMemory):
         if self.network is None or len(start.nodes) < 2:
             return None
         identity, records = chosen.candidate.identity, chosen.candidate.records
-        services = self.network, self._workers, self._server.call_later, self._server.post
         read = lambda: self._store.open_reader(records)  # noqa: E731
         room = _restore_bytes_for(job, chosen.manifest)
         only = places.missing_frames if places is not None else None
-        return SharedRead(
-            identity, job.epoch, chosen.manifest, start.nodes, *services, read, room, self._emit_event, only
-        )
+        about = identity, job.epoch, chosen.manifest, start.nodes
+        return SharedRead(*about, self.network, read, room, self._emit_event, only)
 
     def _serve_frames(self, identity: Identity, rank: int, frames: Frames, by: str) -> None:
         """Serves these frames to every node of the run, until agent `by` withdraws them. Errors: AgentError if this

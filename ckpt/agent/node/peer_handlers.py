@@ -37,6 +37,7 @@ from ckpt.agent.preemption.notice_relay import (
 from ckpt.agent.replication.parity_service import decode_ranks
 from ckpt.agent.replication.replica_store import decode_described
 from ckpt.agent.replication.survey import KeptReplica
+from ckpt.agent.restore.shared_read import shared_read_of
 from ckpt.agent.runtime.connections import deliver
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
@@ -518,7 +519,7 @@ class PeerHandlers(Startup):
         fan = followed_job.find_shared_read(identity, channel.peer) if followed_job is not None else None
         if job is not None:
             job.share_of(channel.peer)
-            fan = job.restore.shared_read if job.restore is not None and job.restore.identity == identity else None
+            fan = shared_read_of(job.restore if job.restore is not None and job.restore.identity == identity else None)
         if message.kind == "frames-read":
             if fan is not None:
                 fan.handle_frames_read(channel, message)

@@ -19,7 +19,8 @@ from ckpt.agent.job.job_context import send_event
 from ckpt.agent.net.progress import REPORT_INTERVAL_S
 from ckpt.agent.node.cluster_startup import ClusterStartup
 from ckpt.agent.node.startup_state import ResolvedStart, Start
-from ckpt.agent.restore.restore_session import RestoreSession, decode_request
+from ckpt.agent.restore.restore_session import decode_request
+from ckpt.agent.restore.sources import open_session
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane
 from ckpt.agent.snapshots import candidates
@@ -331,7 +332,7 @@ class Startup(ClusterStartup):
         if memory is None and places is not None:
             memory = LocalMemory(self._arenas_of(identity), places.ranks, places.offsets)
         fan = self._open_shared_read(start, job, chosen, places) if records else None
-        job.restore = RestoreSession(
+        job.restore = open_session(
             identity,
             chosen.manifest,
             job.ranks.local_rank_count,

@@ -110,24 +110,10 @@ def find_places(
 def match_rows(wanted: npt.NDArray[np.uint64], held: npt.NDArray[np.uint64]) -> Numbers:
     """For each row of `wanted`, the number of an equal row of `held`; -1 if there is none. A row of `held` is used at
     most once; equal rows are paired in their order."""
-    count = len(wanted)
-    rows = np.concatenate([wanted, held])
-    is_held = np.arange(len(rows)) >= count
-    # A stable sort: equal rows stand together, the wanted before the held, both in their order.
-    order = np.lexsort([is_held, *rows.T])
-    ordered, ours = rows[order], ~is_held[order]
-    new = np.ones(len(rows), bool)
-    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    group = np.cumsum(new) - 1
-    first, sizes = np.flatnonzero(new), np.bincount(group)
-    wanted_in = np.bincount(group, ours, len(first)).astype(np.int64)
-    # The n-th wanted row of a group is paired with the n-th held row of that group.
-    at = np.flatnonzero(ours)
-    partner = at + wanted_in[group[at]]
-    has_one = partner < first[group[at]] + sizes[group[at]]
-    found = np.full(count, -1, np.int64)
-    found[order[at[has_one]]] = order[partner[has_one]] - count
-    return found
+    left: dict[tuple[int, ...], list[int]] = {}
+    for number, row in reversed(list(enumerate(held.tolist()))):  # so that the first of equal rows is taken first
+        left.setdefault(tuple(row), []).append(number)
+    return np.array([same.pop() if (same := left.get(tuple(row))) else -1 for row in wanted.tolist()], np.int64)
 
 
 def _held_frames(parts: Sequence[StagedPart]) -> tuple[npt.NDArray[np.uint64], Numbers, Numbers]:

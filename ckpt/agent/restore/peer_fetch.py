@@ -1,9 +1,15 @@
-"""The transfer of frames from a peer's memory into cells of a restore's window. Main thread only."""
+"""Fetches of frames from other nodes' memory into cells of a restore's window: the limits, and the turns of the nodes.
+
+The window's cells have warm pages; fetching into fresh memory would cost more than the transfer. Main thread only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import collections
+import functools
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,54 +18,137 @@ import numpy.typing as npt
 from ckpt.agent.net.tcp_receiver import Fetch
 from ckpt.agent.restore.window import Window
 from ckpt.agent.snapshots.manifest_gather import place_frames
-from ckpt.errors import CkptError
+from ckpt.errors import AgentError, CkptError
 from ckpt.format.manifest import Manifest
 
 if TYPE_CHECKING:
     from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.node_list import NodeAt
 
+FETCHES = 4  # transfers at a time, divided among the nodes; at least one from each
+FETCHES_MAX = 16  # transfers at a time from all nodes
+NODE_FETCHES_MAX = 2  # transfers at a time from one node
+FETCH_FRAMES = 16  # in one transfer, at most
+IN_FLIGHT = 2  # transfers fill at most 1 / IN_FLIGHT of the window's cells at a time
 
-def fetch_frames(
-    network: PeerNetwork,
-    post: Callable[[Callable[[], None]], None],
-    window: Window,
-    node: NodeAt,
-    name: str,
-    manifest: Manifest,
-    cells: Mapping[int, int],
-    offered: npt.NDArray[np.int64],
-    landed: Callable[[int, int], None],
-    ended: Callable[[Fetch, list[int], BaseException | None], None],
-) -> Fetch:
-    """Begins a transfer of frames that `node` offers as `name`. `cells`: frame -> offset of its cell in `window`.
-    `offered`: all frames of the offer, ascending. `landed(frame, cell)`: a verified frame is in its cell, now the
-    caller's. `ended(fetch, frames, error)`: called at the end; `frames` have not come, and their cells are
-    free. Errors: CkptError, OSError; then all cells are free."""
-    frames, left = list(cells), dict(cells)
 
-    def has_landed(frame: int) -> None:
-        landed(frame, left.pop(frame))
+@dataclass(eq=False, slots=True)
+class PeerOffer:
+    """Frames that another node offers. `numbers`: of all its frames, ascending. `on_received(frame, cell)`: a verified
+    frame is in that cell, now the owner's. `on_failed(frames, error)`: these do not come.
+    `queued_frames`: those to be fetched. `fetches`: the transfers under way."""
 
-    def has_ended(done: Future[None]) -> None:
-        for cell in left.values():
-            window.release(cell)
-        ended(fetch, list(left), done.exception())
+    node: NodeAt
+    name: str
+    numbers: npt.NDArray[np.int64]
+    on_received: Callable[[int, int], None]
+    on_failed: Callable[[list[int], BaseException], None]
+    queued_frames: collections.deque[int] = field(default_factory=collections.deque)
+    fetches: set[Fetch] = field(default_factory=set)
 
-    try:
-        fetch = network.transport.fetch(
-            node.name,
-            network.addresses(node),
-            name,
-            window.arena.view,
-            place_frames(manifest, frames, [cells[frame] for frame in frames], window.arena.size_bytes),
-            lambda at: post(lambda: has_landed(frames[at])),
-            urgent=True,
-            numbers=np.searchsorted(offered, frames).tolist(),
+
+class PeerFetches:
+    """The fetches of one restore. `network`: None if the session has no other nodes. `post`: runs a function on the
+    main thread; any thread may call it."""
+
+    def __init__(
+        self,
+        network: PeerNetwork | None,
+        manifest: Manifest,
+        window: Window,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._network, self._manifest, self._window, self._post = network, manifest, window, post
+        self._offers: dict[PeerOffer, None] = {}  # those with queued frames or transfers; the next in turn first
+        self._closed = False
+
+    def queue(self, offer: PeerOffer, frames: list[int]) -> None:
+        """Queues frames; `start` begins their transfers."""
+        offer.queued_frames.extend(frames)
+        self._offers.setdefault(offer)
+
+    def withdraw(self, offer: PeerOffer, error: Exception) -> None:
+        """Fails what is queued of an offer, and soon what is being fetched."""
+        frames = list(offer.queued_frames)
+        offer.queued_frames.clear()
+        for fetch in list(offer.fetches):
+            fetch.cancel()
+        self._drop_if_idle(offer)
+        if frames:
+            offer.on_failed(frames, error)
+
+    def start(self) -> None:
+        """Begins transfers, from each node in turn, while the window has free cells."""
+        while sum(self._begin(offer) for offer in list(self._offers)):
+            pass
+
+    def close(self) -> None:
+        self._closed = True
+        for offer in self._offers:
+            for fetch in offer.fetches:
+                fetch.cancel()
+
+    # -- inside
+
+    def _begin(self, offer: PeerOffer) -> bool:
+        """Begins one transfer. Returns whether anything changed: it began, or failed to begin."""
+        waiting, window = offer.queued_frames, self._window
+        if self._closed or not waiting or self._network is None:
+            return False
+        busy = dict.fromkeys((each.node.name for each in self._offers), 0)
+        for each in self._offers:
+            busy[each.node.name] += len(each.fetches)
+        most_each, total = max(1, min(NODE_FETCHES_MAX, FETCHES // len(busy))), sum(busy.values())
+        if busy[offer.node.name] >= most_each or total >= FETCHES_MAX:
+            return False
+        count = max(NODE_FETCHES_MAX, min(FETCHES_MAX, most_each * len(busy)))
+        most = max(1, min(FETCH_FRAMES, window.cell_count // (IN_FLIGHT * count)))
+        if not window.free_count or (total and window.free_count < min(most, len(waiting))):
+            return False  # waits until a larger transfer fits
+        cells: dict[int, int] = {}
+        while waiting and len(cells) < most and (cell := window.take_cell_nowait()) is not None:
+            cells[waiting.popleft()] = cell
+        del self._offers[offer]
+        self._offers[offer] = None  # at the end of the turns
+        numbers = list(cells)
+        try:
+            fetch = self._network.transport.fetch(
+                offer.node.name,
+                self._network.addresses(offer.node),
+                offer.name,
+                window.arena.view,
+                place_frames(self._manifest, numbers, list(cells.values()), window.arena.size_bytes),
+                lambda at: self._post(lambda: self._receive(offer, numbers[at], cells)),
+                urgent=True,
+                numbers=np.searchsorted(offer.numbers, numbers).tolist(),
+            )
+        except (CkptError, OSError) as exc:
+            self._fail(offer, cells, exc)
+            return True
+        offer.fetches.add(fetch)
+        fetch.completion.add_done_callback(
+            lambda done: self._post(functools.partial(self._end, offer, fetch, cells, done))
         )
-    except (CkptError, OSError):
+        return True
+
+    def _receive(self, offer: PeerOffer, frame: int, cells: dict[int, int]) -> None:
+        offer.on_received(frame, cells.pop(frame))
+
+    def _end(self, offer: PeerOffer, fetch: Fetch, cells: dict[int, int], done: Future[None]) -> None:
+        if self._closed:
+            return
+        offer.fetches.discard(fetch)
+        self._fail(offer, cells, done.exception() or AgentError("the transfer has ended early"))
+        self.start()
+
+    def _fail(self, offer: PeerOffer, cells: dict[int, int], error: BaseException) -> None:
+        """These frames have not come into their cells."""
         for cell in cells.values():
-            window.release(cell)
-        raise
-    fetch.completion.add_done_callback(lambda done: post(lambda: has_ended(done)))
-    return fetch
+            self._window.release(cell)
+        self._drop_if_idle(offer)
+        if cells:
+            offer.on_failed(list(cells), error)
+
+    def _drop_if_idle(self, offer: PeerOffer) -> None:
+        if not offer.queued_frames and not offer.fetches:
+            self._offers.pop(offer, None)

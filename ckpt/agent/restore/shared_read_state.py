@@ -2,7 +2,7 @@
 
 A node asks the home of each frame that it wants (layout/read_sharding.py). The home reads the frame once, and tells
 each waiting node that it has the frame, or cannot have it. `Given` is the home's side, `HomeRequest` a node's side
-towards one home. Frames that a home does not give are handed back once; the node then reads them itself.
+towards one home.
 """
 
 from __future__ import annotations
@@ -15,44 +15,37 @@ ALIVE_S = 1.0  # between messages to a waiting node for which nothing was read
 
 
 class Given:
-    """The home's side: frames that this node reads for all. Each frame is taken for reading at most once, and each
-    waiting node is told of it once. `here`: frames that were read."""
+    """The home's side: frames that this node reads for all. Each frame is read once, and each waiting node is told of
+    it once."""
 
     def __init__(self) -> None:
         self.read_frames: set[int] = set()
         self._unavailable_frames: set[int] = set()
-        self._frames_being_read: set[int] = set()
-        self._waiters_by_frame: dict[int, set[str]] = {}
+        self._waiters_by_frame: dict[int, set[str]] = {}  # by frame that is being read
         self._reports_by_node: dict[str, tuple[list[int], list[int]]] = {}
         self._last_reported_s: dict[str, float] = {}
 
-    def add_requests(self, frames: Iterable[int], who: str) -> None:
+    def add_requests(self, frames: Iterable[int], who: str) -> list[int]:
+        """Adds a node's requests. Returns the frames that are to be read for them now."""
+        new: list[int] = []
         for frame in frames:
             if frame in self.read_frames or frame in self._unavailable_frames:
                 self._add_report(who, frame)
-            else:
-                self._waiters_by_frame.setdefault(frame, set()).add(who)
-
-    def take_requested(self) -> list[int]:
-        """The requested frames that are not being read yet; they count as being read from now on."""
-        taken = sorted(self._waiters_by_frame.keys() - self._frames_being_read)
-        self._frames_being_read.update(taken)
-        return taken
+                continue
+            if frame not in self._waiters_by_frame:
+                new.append(frame)
+            self._waiters_by_frame.setdefault(frame, set()).add(who)
+        return new
 
     def mark_read(self, frame: int) -> None:
         self.read_frames.add(frame)
         self._finish_frame(frame)
 
     def mark_unavailable(self, frame: int) -> None:
+        """No effect if the frame was read."""
         if frame not in self.read_frames:
             self._unavailable_frames.add(frame)
             self._finish_frame(frame)
-
-    def drop_waiter(self, who: str) -> None:
-        """Forgets a node that has disconnected; it asks again if it comes back."""
-        self._reports_by_node.pop(who, None)
-        for waiting in self._waiters_by_frame.values():
-            waiting.discard(who)
 
     def take_reports(self, now_s: float) -> dict[str, tuple[list[int], list[int]]]:
         """By waiting node: (frames read, frames that cannot be had) since the last call. Both are empty if
@@ -65,7 +58,6 @@ class Given:
         return told
 
     def _finish_frame(self, frame: int) -> None:
-        self._frames_being_read.discard(frame)
         for who in sorted(self._waiters_by_frame.pop(frame, ())):
             self._add_report(who, frame)
 
@@ -75,70 +67,46 @@ class Given:
 
 
 class HomeRequest:
-    """A node's side: the frames requested of one home. `given_up`: none is requested any more."""
+    """A node's side: the frames requested of one home. `given_up`: none is requested any more. `pending_frames`: those
+    that are not here yet. `unanswered_frames`: those of them that the home has not answered for. `attempts`: how often
+    the home was asked again."""
 
     def __init__(self, now_s: float) -> None:
         self.given_up = False
-        self._pending_frames: set[int] = set()  # requested and not here yet
-        self._ready_frames: dict[int, None] = {}  # frames in `_pending_frames` that the home has, in its order
-        self._fetching_frames: set[int] = set()  # frames that are being fetched
+        self.pending_frames: set[int] = set()
+        self.unanswered_frames: set[int] = set()
+        self.attempts = 0
         self._last_heard_s = now_s
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether any frame is still to come."""
-        return bool(self._pending_frames)
-
-    @property
-    def unanswered_frames(self) -> list[int]:
-        """The frames that the home has not answered for."""
-        return sorted(self._pending_frames - self._ready_frames.keys() - self._fetching_frames)
 
     def add_frames(self, frames: Iterable[int], now_s: float) -> list[int]:
         """Adds frames. Returns the new ones, which are to be requested now. Not allowed after `give_up`."""
         if not self.unanswered_frames:
             self._last_heard_s = now_s  # the home owed no answer until now
-        new = sorted(set(frames) - self._pending_frames)
-        self._pending_frames.update(new)
+        new = sorted(set(frames) - self.pending_frames)
+        self.pending_frames.update(new)
+        self.unanswered_frames.update(new)
         return new
 
     def record_contact(self, now_s: float) -> None:
         self._last_heard_s = now_s
 
-    def record_answer(self, here: Iterable[int], lacking: Iterable[int], now_s: float) -> list[int]:
-        """Takes a home's message: frames that it has, and frames that it cannot have. Returns the latter, for this
-        node to read. Frames that were not requested, or were answered for before, are ignored."""
+    def record_answer(self, here: Iterable[int], lacking: Iterable[int], now_s: float) -> tuple[list[int], list[int]]:
+        """Takes a home's message: frames that it has, and frames that it cannot have. Returns those to be fetched, and
+        those that the home does not give. Frames that were not requested, or were answered for before, are ignored."""
         self._last_heard_s = now_s
-        asked = set(self.unanswered_frames)
-        lost = sorted(asked & set(lacking))
-        self._pending_frames.difference_update(lost)
-        self._ready_frames.update(
-            dict.fromkeys(frame for frame in here if frame in asked and frame in self._pending_frames)
-        )
-        return lost
-
-    def next_ready_frame(self) -> int | None:
-        """The next frame to fetch; None: none is ready."""
-        return next(iter(self._ready_frames), None)
-
-    def begin_fetch(self, frame: int) -> None:
-        """The fetch of a ready frame has begun."""
-        del self._ready_frames[frame]
-        self._fetching_frames.add(frame)
-
-    def end_fetch(self, frame: int) -> bool:
-        """A fetched frame has arrived. Returns whether it was still wanted."""
-        self._fetching_frames.discard(frame)
-        wanted = frame in self._pending_frames
-        self._pending_frames.discard(frame)
-        return wanted
+        lost = sorted(self.unanswered_frames & set(lacking))
+        self.unanswered_frames.difference_update(lost)
+        self.pending_frames.difference_update(lost)
+        ready = [frame for frame in dict.fromkeys(here) if frame in self.unanswered_frames]
+        self.unanswered_frames.difference_update(ready)
+        return ready, lost
 
     def give_up(self) -> list[int]:
-        """Gives the home up. Returns the frames that are left, which this node reads itself."""
-        left = sorted(self._pending_frames)
+        """Gives the home up. Returns the frames that are not here, which come from the next source."""
         self.given_up = True
-        self._pending_frames.clear()
-        self._ready_frames.clear()
+        left = sorted(self.pending_frames)
+        self.pending_frames.clear()
+        self.unanswered_frames.clear()
         return left
 
     def silent_s(self, now_s: float) -> float:

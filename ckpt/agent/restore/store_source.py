@@ -1,102 +1,121 @@
-"""The store source: reads a checkpoint's frames from the store, through the window, for the ranks of this node.
-
-If the store is a local folder, the ranks first get a list of the files and read these themselves; only frames that a
-rank could not read are read here. Frames are read in passes: those requested while a pass runs are read by the next.
-Main thread only, except for the reads, whose threads wait for cells of the window.
+"""The sources that read the store for this node's ranks: the files of a local folder, which the ranks read themselves,
+and the store, through the window. Main thread only, except for the passes, whose threads wait for cells of the window.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt.agent.restore.window import Window
-from ckpt.agent.runtime.workers import Lane, Workers
+from ckpt.agent.restore.restore_session import FrameSource, Origin, RankRequest, RestoreSession
+from ckpt.agent.runtime.workers import Lane
 from ckpt.errors import CkptError
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.file_list import FileList
 
 if TYPE_CHECKING:
-    from ckpt.format.manifest import Record
     from ckpt.store.reader import FrameReader
 
+OpenReader = Callable[[], "FrameReader"]
 
-class StoreSource:
-    """The frames of one record. Its RestoreSession sets `window` and the callbacks. `get_wanted_frames()`: frames that
-    ranks wait for. `failed_file_frames`: frames that a rank failed to read from a file. `named(files)`: the ranks can
-    read these files themselves. `landed(frames, cell)`: bytes that all of `frames` have lie at that offset of the
-    window; the session owns the cell. `free(cell)`: a taken cell stayed empty. `lacking(frame, error)`: the store does
-    not give the frame. `unreadable(error)`: the pass failed. `opened(record)`: a pass has ended. `guard(what)`: runs
-    `what`, and reports exceptions, since ranks wait."""
+
+class RecordPasses:
+    """Passes over frames of one record, on a worker. Frames requested during a pass are taken by the next one.
+
+    `work(reader, ours)`: runs on the worker; `ours`: by number in the record, the frames with these bytes.
+    `ended(frames, error)`: called after each pass. `frames`: its frames, also those that the record lacks, but for
+    those requested anew; after an error, also all that were requested since."""
 
     def __init__(
         self,
+        session: RestoreSession,
         manifest: Manifest,
-        open_record: Callable[[], FrameReader],
-        workers: Workers,
-        post: Callable[[Callable[[], None]], None],
-        folder: str | None = None,
+        open_reader: OpenReader,
+        work: Callable[[FrameReader, dict[int, list[int]]], None],
+        ended: Callable[[list[int], BaseException | None], None],
     ) -> None:
-        self.get_window: Callable[[], Window]
-        self.get_wanted_frames: Callable[[], Collection[int]] = lambda: ()
-        self.on_received: Callable[[list[int], int], None] = lambda frames, cell: None
-        self.on_files_listed: Callable[[FileList], None] = lambda files: None
-        self.failed_file_frames: Collection[int] = ()
-        self.release_cell: Callable[[int], None] = lambda cell: None
-        self.on_unavailable: Callable[[int, Exception], None] = lambda frame, error: None
-        self.on_error: Callable[[BaseException], None] = lambda error: None
-        self.on_record_opened: Callable[[Record], None] = lambda record: None
-        self.guard: Callable[[Callable[[], None]], None] = lambda what: what()
-        self._manifest, self._open_record = manifest, open_record
-        self._workers, self._post_unguarded, self._folder = workers, post, folder
-        self._reader: FrameReader | None = None
-        self._is_reading = self._closed = False
+        self._session, self._manifest, self._open_reader = session, manifest, open_reader
+        self._work, self._on_ended = work, ended
+        self._requested: set[int] = set()
+        self._is_running = self._closed = False
 
-    def start_pass(self) -> None:
-        """Begins a pass over the wanted frames, unless one runs."""
-        if self._is_reading or self._closed or not (frames := sorted(self.get_wanted_frames())):
+    def request(self, frames: Iterable[int]) -> None:
+        self._requested.update(frames)
+        if self._is_running or self._closed or not self._requested:
             return
-        self._is_reading = True
-        new = [frame for frame in frames if frame not in self.failed_file_frames] if self._folder is not None else []
-        work = (
-            functools.partial(self._list_files, new)
-            if new
-            else functools.partial(self._run_pass, self.get_window(), frames)
+        now, self._requested, self._is_running = sorted(self._requested), set(), True
+        self._session.workers.run(
+            Lane.FRONT,
+            functools.partial(self._run, now),
+            lambda done: self._session.guard(functools.partial(self._end, now, done)),
         )
-        self._workers.run(Lane.FRONT, work, lambda done: self.guard(lambda: self._end_pass(done)))
 
     def close(self) -> None:
         self._closed = True
 
+    def _run(self, frames: list[int]) -> None:
+        reader = self._open_reader()
+        ours: dict[int, list[int]] = {}
+        for frame, their in zip(frames, same_frames(self._manifest, reader.record.manifest, frames), strict=True):
+            if their is not None:
+                ours.setdefault(their, []).append(frame)
+        self._work(reader, ours)
+
+    def _end(self, frames: list[int], done: Future[None]) -> None:
+        self._is_running = False
+        if self._closed:
+            return
+        error, requested = done.exception(), self._requested
+        if error:  # the next pass would fail, too
+            self._requested = set()
+        self._on_ended(sorted({*frames} | requested if error else {*frames} - requested), error)
+        self.request(())
+
+
+class StoreSource(FrameSource):
+    """The frames of one record: read through the window, or, in files of `folder`, by the ranks themselves."""
+
+    def __init__(self, manifest: Manifest, open_reader: OpenReader, folder: str | None = None) -> None:
+        self._manifest, self._open_reader, self._folder = manifest, open_reader, folder
+        self._passes: RecordPasses
+
+    def begin(self, session: RestoreSession, number: int) -> None:
+        super().begin(session, number)
+        work = self._read if self._folder is None else self._list_files
+        self._passes = RecordPasses(session, self._manifest, self._open_reader, work, self._end_pass)
+
+    def select(self, frames: set[int], asked: RankRequest) -> set[int]:
+        return frames
+
+    def request(self, frames: set[int], asked: RankRequest) -> None:
+        self._passes.request(frames)
+
+    def close(self) -> None:
+        self._passes.close()
+
     # -- inside
 
-    def _open_reader(self, frames: list[int]) -> tuple[FrameReader, dict[int, int]]:
-        """On a pass's thread: the reader, and the number of each frame in its record. Reports frames it lacks."""
-        self._reader = reader = self._reader or self._open_record()
-        theirs = dict(zip(frames, same_frames(self._manifest, reader.record.manifest, frames), strict=True))
-        lacking = [frame for frame, their in theirs.items() if their is None]
-        self._report_unavailable(lacking, CkptError("the store's record does not have it"))
-        return reader, {frame: their for frame, their in theirs.items() if their is not None}
+    @property
+    def _origin(self) -> Origin:
+        return Origin(self.number, "store")
 
-    def _list_files(self, frames: list[int]) -> Record:
+    def _end_pass(self, frames: list[int], error: BaseException | None) -> None:
+        self.session.fail(self.number, frames, error or CkptError("the store's record does not have it"))
+
+    def _list_files(self, reader: FrameReader, ours: dict[int, list[int]]) -> None:
         """On a worker: lists the files of these frames, for the ranks to read."""
-        reader, theirs = self._open_reader(frames)
         assert self._folder is not None
+        theirs = {frame: their for their, frames in ours.items() for frame in frames}
         files = FileList.from_record(self._folder, reader.record, self._manifest, theirs)
-        self._post(lambda: self.on_files_listed(files))
-        return reader.record
+        self.session.post(lambda: self.session.receive_files(self._origin, files))
 
-    def _run_pass(self, window: Window, frames: list[int]) -> Record:
+    def _read(self, reader: FrameReader, ours: dict[int, list[int]]) -> None:
         """On a worker, which starts further threads: reads these frames into cells."""
-        reader, theirs = self._open_reader(frames)
-        ours: dict[int, list[int]] = {}
-        for frame, their in theirs.items():
-            ours.setdefault(their, []).append(frame)
-        cells: dict[int, tuple[int, memoryview]] = {}
+        window, cells = self.session.window, dict[int, tuple[int, memoryview]]()
 
         def out(their: int) -> memoryview:
             cells[their] = window.wait_for_cell(int(reader.record.manifest.frames["length"][their]))
@@ -104,34 +123,15 @@ class StoreSource:
 
         def deliver(their: int) -> None:
             offset = cells.pop(their)[0]
-            self._post(lambda: self.on_received(ours[their], offset))
+            self.session.post(lambda: self.session.receive(self._origin, ours[their], offset))
 
         def failed(their: int, error: Exception) -> None:
             cell = cells.pop(their, None)
             if cell is not None:
-                self._post(lambda: self.release_cell(cell[0]))
-            self._report_unavailable(ours[their], error)
+                window.release(cell[0])
+            self.session.post(lambda: self.session.fail(self.number, ours[their], error))
 
         reader.read(ours, deliver, out, failed)
-        return reader.record
-
-    def _report_unavailable(self, frames: list[int], error: Exception) -> None:
-        for frame in frames:
-            self._post(functools.partial(self.on_unavailable, frame, error))
-
-    def _end_pass(self, done: Future[Record]) -> None:
-        self._is_reading = False
-        if self._closed:
-            return
-        error = done.exception()
-        if error is not None:
-            self.on_error(error)
-            return
-        self.on_record_opened(done.result())
-        self.start_pass()
-
-    def _post(self, what: Callable[[], None]) -> None:
-        self._post_unguarded(lambda: self.guard(what))
 
 
 def same_frames(manifest: Manifest, other: Manifest, frames: list[int]) -> list[int | None]:

@@ -47,10 +47,9 @@ class FramePlaces:
     holders: dict[int, list[str]]
 
     @property
-    def missing_frames(self) -> npt.NDArray[np.int64] | None:
-        """The frames that no node holds; None: there are none."""
-        found = np.flatnonzero(self.ranks < 0)
-        return found if len(found) else None
+    def missing_frames(self) -> npt.NDArray[np.int64]:
+        """The frames that no node holds."""
+        return np.flatnonzero(self.ranks < 0)
 
     def numbers(self, rank: int) -> npt.NDArray[np.int64]:
         """The numbers of the frames in that rank's arena, in the order of a transfer."""

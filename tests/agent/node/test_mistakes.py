@@ -21,7 +21,7 @@ import pytest
 
 from ckpt.agent.job.job import Job
 from ckpt.agent.job.job_context import RankConnection, Services
-from ckpt.agent.restore.restore_session import RestoreSession
+from ckpt.agent.restore.sources import open_session
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.memory_plan import MemoryUse
 from ckpt.agent.state.rank_presence import Presence
@@ -312,7 +312,7 @@ def test_a_mistake_in_handing_out_frames_is_told_to_the_ranks_that_wait_for_them
     manifest = Manifest((), (), frames, np.zeros(0, FRAME), ("rank=0",))
     arena = Arena.create(4096)
     memory = SimpleNamespace(ranks=[0], offsets=[0], arenas={0: arena})
-    restore = RestoreSession(
+    restore = open_session(
         Identity(EPOCH, Version(5)),
         manifest,
         2,

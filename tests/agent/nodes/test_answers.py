@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgpack
@@ -14,7 +15,7 @@ from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Replication
 from ckpt.agent.restore.peer_source import PeerSource
-from ckpt.agent.restore.window import Window
+from ckpt.agent.restore.sources import open_session
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest, ManifestGather
@@ -303,19 +304,15 @@ def test_what_a_lost_agent_was_to_give_is_asked_of_another_that_has_it_at_once(
     made = assemble_checkpoint(STEP, StagedReader().read(STEP, 2, arenas, keep_hashes=False), arenas)
     sizes = {rank: arena.size_bytes for rank, arena in arenas.items()}
     places = FramePlaces(STEP, made.ranks, made.offsets, sizes, {0: [], 1: holders})
-    net, lacking = Net(transport=Slow()), []
-    nodes = [NodeAt(name, (), ()) for name in ("b", "c")]
-    frames = PeerSource(places, made.manifest, cast(PeerNetwork, net), nodes, lambda what: what())
-    window = Window(int(made.manifest.frames["length"].max()))
-    frames.get_window = lambda: window
-    frames.on_unavailable = lambda which, why: lacking.extend(which)
-    wanted = places.numbers(1).tolist()
-    frames.request_frames(wanted)
-    frames.handle_disconnect("c")
+    net, told = Net(transport=Slow()), []
+    peers = PeerSource(places, cast(PeerNetwork, net), [NodeAt(name, (), ()) for name in ("b", "c")])
+    services: Any = None, lambda delay_s, what: None, lambda what: what()
+    restore = open_session(STEP, made.manifest, 1, None, None, *services, peers=peers)
+    restore.request(cast(Any, SimpleNamespace(send=told.append)), places.numbers(1).tolist())
+    restore.handle_disconnect("c")
     assert net.transport.asked == ["b"]
-    frames.handle_disconnect("b")
+    restore.handle_disconnect("b")
     assert net.transport.asked == holders
-    frames.handle_disconnect("c")
-    assert (net.transport.asked, lacking) == (holders, [])
-    frames.close()
-    window.close()
+    restore.handle_disconnect("c")
+    assert (net.transport.asked, told) == (holders, [])
+    restore.close()

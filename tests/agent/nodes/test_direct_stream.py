@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from ckpt.agent.net.transport import STREAM_FRAMES
-from ckpt.agent.restore.direct_stream import HOLDER_STREAMS_MAX, RANK_STREAMS_MAX, SHARE_MIN, DirectStreams
+from ckpt.agent.restore.direct_stream import HOLDER_STREAMS_MAX, RANK_STREAMS_MAX, SHARE_MIN, DirectStreams, FrameStream
+from ckpt.agent.restore.restore_session import Origin, RankRequest
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import frame_hash
 from ckpt.ipc.messages import Message
+from ckpt.ipc.node_list import NodeAt
 from ckpt.threads import Tasks
 from ckpt.trainer.restore.fetch import fetch
 from tests.agent.nodes.staged import Turned
@@ -134,6 +136,11 @@ class Trainer:
         self.tasks.close()
 
 
+def streams_of(start: Start) -> dict[int, FrameStream]:
+    (streams,) = (each for each in start.restore.sources if isinstance(each, DirectStreams))
+    return streams._streams
+
+
 @pytest.fixture
 def begun(turned: Turned) -> Iterator[Callable[..., tuple[Start, Streams]]]:
     made: list[tuple[Start, Streams]] = []
@@ -172,9 +179,7 @@ def test_what_does_not_come_straight_or_not_right_comes_through_the_window(
     rank = Trainer(start, set(start.frames))
     if how == "gone":
         turned.until(lambda: streams.asked)
-        turned.until(
-            lambda: any(each.sock is not None for each in start.peers.direct_streams._streams_by_number.values())
-        )
+        turned.until(lambda: any(each.sock is not None for each in streams_of(start).values()))
         start.restore.handle_disconnect("a")
     start.end()
     assert start.carrier.asked[0] == ("b" if how == "gone" else "a"), "who is gone is asked last"
@@ -182,8 +187,7 @@ def test_what_does_not_come_straight_or_not_right_comes_through_the_window(
     assert rank.has() == start.bytes_of
     assert rank.sources == {"peer": start.total}
     assert bool(start.carrier.fetched)
-    assert not start.peers.direct_streams._streams_by_number
-    assert not start.peers.direct_streams._streams_by_frame
+    assert not streams_of(start)
 
 
 def test_what_several_ranks_want_comes_once_for_all_of_them_and_not_straight(
@@ -204,9 +208,9 @@ def test_a_rank_that_is_gone_leaves_no_connection_behind(
     start, streams = begun(("b",), ("b",))
     streams.silent = True
     rank = Trainer(start, set(start.frames))
-    turned.until(lambda: any(each.sock is not None for each in start.peers.direct_streams._streams_by_number.values()))
+    turned.until(lambda: any(each.sock is not None for each in streams_of(start).values()))
     start.restore.drop_request(rank)
-    assert not start.peers.direct_streams._streams_by_number
+    assert not streams_of(start)
     assert rank.fetch_inbox is not None
     rank.fetch_inbox.put(None)
     turned.until(lambda: rank.outcome)
@@ -246,79 +250,134 @@ def test_what_a_fetch_that_failed_has_not_read_yet_is_closed() -> None:
 
 
 class Opened:
-    """Streams that are opened by the test."""
+    """A rank, whose streams are opened by the test."""
 
     def __init__(self) -> None:
         self.futures: list[tuple[list[int], Future[socket.socket]]] = []
         self.left: list[int] = []
         self.sent: list[dict[str, Any]] = []
+        self.asked = RankRequest(self, set(), set())
 
-    def open(self, frames: list[int]) -> Future[socket.socket]:
-        self.futures.append((frames, Future()))
-        return self.futures[-1][1]
+    def refuse(self, number: int) -> None:
+        self.futures[number][1].set_exception(AgentError("no"))
 
     def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
         self.sent.append(fields)
 
 
+class Session:
+    """The session and the peer source of direct streams. What a rank wants lies in an arena of its own. `closed`: the
+    transport raises."""
+
+    def __init__(self, closed: bool = False) -> None:
+        self.closed = closed
+        self.ranks: list[Opened] = []  # by arena
+        self.holders: list[str] = []
+        self.numbers: list[Any] = []
+        self.network = self.transport = self
+        self.on_reject: Callable[[], None] = lambda: None
+        self.nodes = {name: NodeAt(name, (), ()) for name in "bcdef"}
+        self.streams = DirectStreams(cast(Any, self))
+        self.streams.begin(cast(Any, self), 0)
+
+    def want(self, rank: Opened, holder: str, count: int) -> None:
+        first = sum(map(len, self.numbers))
+        self.ranks.append(rank)
+        self.holders.append(holder)
+        self.numbers.append(np.arange(first, first + count))
+        self.streams.request(set(range(first, first + count)), rank.asked)
+
+    @property
+    def waiting(self) -> list[Any]:
+        return [each for each in self.streams._streams.values() if not each.is_begun]
+
+    # -- as a peer source and its network
+
+    def by_rank(self, frames: set[int]) -> list[tuple[int, list[int]]]:
+        return [(len(self.ranks) - 1, sorted(frames))]
+
+    def holders_of(self, arena: int) -> tuple[str, ...]:
+        return (self.holders[arena],)
+
+    def offer_name(self, arena: int) -> str:
+        return str(arena)
+
+    def addresses(self, node: NodeAt) -> list[Any]:
+        return []
+
+    def stream(self, peer: str, addresses: Any, name: str, numbers: list[int]) -> Future[socket.socket]:
+        if self.closed:
+            raise CkptError("closed")
+        opened = self.ranks[int(name)].futures
+        opened.append((numbers, Future()))
+        return opened[-1][1]
+
+    # -- as a session
+
+    def post(self, what: Callable[[], None]) -> None:
+        what()
+
+    def give(self, origin: Origin, asked: RankRequest, frames: set[int]) -> None:
+        asked.given_frames.update(dict.fromkeys(frames, origin))
+
+    def reject(self, asked: RankRequest, frames: list[int], error: BaseException) -> None:
+        for frame in frames:
+            del asked.given_frames[frame]
+        cast(Opened, asked.receiver).left += frames
+        self.on_reject()
+
+
 def test_a_holder_gives_a_few_streams_at_a_time_and_each_is_of_bounded_length() -> None:
-    straight, each = DirectStreams(lambda what: what()), Opened()
+    session, each = Session(), Opened()
     count = HOLDER_STREAMS_MAX * STREAM_FRAMES * 2 + 1
-    straight.queue_streams(each, "b", list(range(count)), each.open, each.left.extend)
-    straight.start_streams()
+    session.want(each, "b", count)
     assert len(each.futures) == HOLDER_STREAMS_MAX
     assert max(len(frames) for frames, _ in each.futures) <= STREAM_FRAMES
     began = 0
     while began < len(each.futures):
-        each.futures[began][1].set_exception(AgentError("no"))
+        each.refuse(began)
         began += 1
     assert sorted(each.left) == list(range(count)), "each frame is given back once"
 
 
-def test_who_asks_for_other_streams_when_one_is_given_back_changes_nothing_of_the_rest() -> None:
-    straight, each, other = DirectStreams(lambda what: what()), Opened(), Opened()
+def test_who_is_dropped_when_a_stream_is_given_back_changes_nothing_of_the_rest() -> None:
+    session, each, other = Session(), Opened(), Opened()
     count = HOLDER_STREAMS_MAX * STREAM_FRAMES * 2
-
-    def left(frames: list[int]) -> None:
-        each.left += frames
-        straight.drop_receiver(other)
-
+    session.on_reject = lambda: session.streams.drop_receiver(other)
     for who in (each, other):
-        straight.queue_streams(who, "b", list(range(count)), who.open, left)
-    straight.handle_disconnect("b")
+        session.want(who, "b", count)
+    session.streams.handle_disconnect("b")
     begun = [frame for frames, _ in each.futures for frame in frames]
-    assert sorted([*each.left, *begun]) == list(range(count)), "of the other, which was dropped, nothing is given back"
-    assert not straight._queued_streams
+    assert sorted([*each.left, *begun]) == list(range(count))
+    assert not session.waiting
     assert not other.futures
 
 
 def test_ranks_take_turns_and_none_gets_more_streams_than_it_can_read() -> None:
-    straight, ranks = DirectStreams(lambda what: what()), [Opened() for _ in range(3)]
-    count = STREAM_FRAMES * 4
+    session, ranks = Session(), [Opened() for _ in range(3)]
     for rank in ranks:
-        straight.queue_streams(rank, "b", list(range(count)), rank.open, rank.left.extend)
-    straight.start_streams()
-    assert [len(rank.futures) for rank in ranks] == [1, 1, 0], "of one that holds all, one each"
-    ranks[0].futures[0][1].set_exception(AgentError("no"))
-    assert [len(rank.futures) for rank in ranks] == [1, 1, 1]
+        session.want(rank, "b", STREAM_FRAMES * 4)
+    assert [len(rank.futures) for rank in ranks] == [2, 0, 0], "of one that holds all"
+    ranks[0].refuse(0)
+    assert [len(rank.futures) for rank in ranks] == [2, 1, 0]
+    ranks[0].refuse(1)
+    ranks[1].refuse(0)
+    assert [len(rank.futures) for rank in ranks] == [3, 1, 1]
     for holder in "cdef":
-        straight.queue_streams(ranks[0], holder, list(range(count, 2 * count)), ranks[0].open, ranks[0].left.extend)
-    straight.start_streams()
-    assert len(ranks[0].futures) == 1 + RANK_STREAMS_MAX
+        session.want(ranks[0], holder, STREAM_FRAMES * 4)
+    assert len(ranks[0].futures) == 2 + RANK_STREAMS_MAX
 
 
 def test_few_frames_are_not_divided_among_connections() -> None:
-    straight, each = DirectStreams(lambda what: what()), Opened()
-    straight.queue_streams(each, "b", list(range(SHARE_MIN)), each.open, each.left.extend)
-    straight.start_streams()
+    session, each = Session(), Opened()
+    session.want(each, "b", SHARE_MIN)
     assert [frames for frames, _ in each.futures] == [list(range(SHARE_MIN))]
 
 
 def test_a_stream_that_comes_after_nobody_waits_is_closed() -> None:
-    straight, each = DirectStreams(lambda what: what()), Opened()
-    straight.queue_streams(each, "b", [0, 1], each.open, each.left.extend)
-    straight.start_streams()
-    straight.drop_receiver(each)
+    session, each = Session(), Opened()
+    session.want(each, "b", 2)
+    session.streams.drop_receiver(each)
     ours, theirs = socket.socketpair()
     with theirs:
         each.futures[0][1].set_result(ours)
@@ -329,11 +388,6 @@ def test_a_stream_that_comes_after_nobody_waits_is_closed() -> None:
 
 
 def test_a_transport_that_raises_gives_no_streams() -> None:
-    straight, each = DirectStreams(lambda what: what()), Opened()
-
-    def refuses(frames: list[int]) -> Future[socket.socket]:
-        raise CkptError("closed")
-
-    straight.queue_streams(each, "b", [0, 1], refuses, each.left.extend)
-    straight.start_streams()
+    session, each = Session(closed=True), Opened()
+    session.want(each, "b", 2)
     assert each.left == [0, 1]

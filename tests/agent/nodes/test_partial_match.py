@@ -72,7 +72,7 @@ def test_what_is_said_to_lie_somewhere_lies_there_and_what_nobody_holds_is_said_
 ) -> None:
     whole = assemble_checkpoint(STEP, StagedReader().read_sealed(STEP, WORLD, arenas), arenas)
     places = found_of(arenas, manifest, StagedReader().read_sealed(STEP, WORLD, {rank: arenas[rank] for rank in held}))
-    lacking = set() if places.missing_frames is None else set(places.missing_frames.tolist())
+    lacking = set(places.missing_frames.tolist())
     for frame, length in enumerate(manifest.frames["length"].tolist()):
         if frame in lacking:
             assert int(whole.ranks[frame]) not in held
@@ -138,7 +138,6 @@ class Start:
         self.turned.until(lambda: self.heard)
         ((places, error),) = self.heard
         assert places is not None, error
-        assert places.missing_frames is not None
         return set(places.holders)
 
 

@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.restore.peer_source import IN_FLIGHT, PeerSource
-from ckpt.agent.restore.restore_session import RestoreSession
+from ckpt.agent.restore.peer_fetch import IN_FLIGHT
+from ckpt.agent.restore.peer_source import PeerSource
+from ckpt.agent.restore.sources import open_session
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
 from ckpt.agent.snapshots.memory_checkpoint import StagedReader, assemble_checkpoint
 from ckpt.errors import AgentError, DamagedData, NotFound
@@ -105,11 +106,11 @@ class Start:
         self.carrier = Carrier(self.given, places, made.manifest)
         network = cast(PeerNetwork, Net(transport=self.carrier))
         nodes = [NodeAt(name, (), ()) for name in {name for each in holders for name in each}]
-        self.peers = PeerSource(places, made.manifest, network, nodes, turned.post)
+        self.peers = PeerSource(places, network, nodes)
         self.timers: list[Callable[[], None]] = []
         later = lambda delay_s, what: self.timers.append(what)  # noqa: E731
         services = turned.workers, later, turned.post, cells * int(made.manifest.frames["length"].max())
-        self.restore = RestoreSession(STEP, made.manifest, count, None, open_record, *services, peers=self.peers)
+        self.restore = open_session(STEP, made.manifest, count, None, open_record, *services, peers=self.peers)
         self.frames = list(range(len(made.manifest.frames)))
         self.total = int(made.manifest.frames["length"].sum())
         self.ranks = [Rank(turned.post, self) for _ in range(count)]
@@ -166,7 +167,7 @@ def test_all_of_a_checkpoint_passes_through_the_window_and_comes_once_for_all_ra
         assert rank.outcome is not None
         assert rank.outcome["sources"] == {"peer": start.total}
         assert [arena.size_bytes for arena in rank.regions.values()] == [cells * FRAME_BYTES]
-    window = start.restore._cells.get_window()
+    window = start.restore.window
     assert window.free_count == window.cell_count, "each cell was given back"
 
 
@@ -178,39 +179,19 @@ def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_makes_
     slow.deaf = gone.deaf = True
     start.restore.request(slow, start.frames[:1])
     start.restore.request(gone, start.frames)
-    window = start.restore._cells.get_window()
+    window = start.restore.window
     while start.carrier.coming:
         start.carrier.come()
         turned.until(lambda: start.carrier.coming or not window.free_count)
     start.restore.drop_request(gone)
     turned.until(lambda: start.carrier.coming)
     start.carrier.come()
-    found = start.restore._cells.find_frame(0)
-    assert found is not None
-    offset = found[0]
+    offset = start.restore.window._offsets_by_read[0, id(slow)]
     (region,) = slow.regions.values()
     assert bytes(region.view[offset : offset + FRAME_BYTES]) == start.bytes_of[0]
     start.restore.acknowledge_frames(slow, [0], [])
     assert slow.outcome is not None
     assert slow.outcome["ok"]
-
-
-def test_a_rank_that_asks_for_what_another_still_reads_is_given_the_same(
-    begin: Callable[..., Start], turned: Turned
-) -> None:
-    start = begin(1, ("b",), ("b",))
-    first, second = start.ranks[0], Rank(turned.post, start)
-    start.ranks.append(second)
-    first.deaf = True
-    start.restore.request(first, [0])
-    start.carrier.come()
-    turned.until(lambda: first.regions)
-    start.restore.request(second, [0])
-    turned.until(lambda: second.outcome)
-    assert second.got == {0: start.bytes_of[0]}
-    assert len(start.carrier.fetched) == 1
-    start.restore.acknowledge_frames(first, [0], [])
-    assert first.outcome == second.outcome
 
 
 @pytest.mark.parametrize("how", ["broken", "cut", "gone"])
@@ -247,7 +228,7 @@ def test_what_a_rank_finds_wrong_of_other_nodes_memory_is_had_nowhere_else_here_
     assert rank.outcome is not None
     assert not rank.outcome["ok"]
     assert "frame 0" in rank.outcome["message"]
-    window = start.restore._cells.get_window()
+    window = start.restore.window
     assert window.free_count == window.cell_count
 
 
@@ -268,7 +249,7 @@ def test_one_of_many_holders_that_hangs_keeps_none_of_the_others_waiting(
     start = begin(1, *[(f"n{rank % count}",) for rank in range(32)], cells=64)
     (rank,) = start.ranks
     start.restore.request(rank, start.frames)
-    window = start.restore._cells.get_window()
+    window = start.restore.window
     assert {peer for peer, _, _ in start.carrier.coming} == {f"n{number}" for number in range(count)}
     assert window.free_count >= window.cell_count - window.cell_count // IN_FLIGHT
     stuck = [each for each in start.carrier.coming if each[0] == "n0"]
@@ -276,7 +257,11 @@ def test_one_of_many_holders_that_hangs_keeps_none_of_the_others_waiting(
     while start.carrier.coming:
         start.carrier.come()
         turned.until(
-            lambda: start.carrier.coming or not set(start.peers._orders_by_fetch) - {each for *_, each in stuck}
+            lambda: (
+                start.carrier.coming
+                or not {each for offer in start.restore.fetches._offers for each in offer.fetches}
+                - {each for *_, each in stuck}
+            )
         )
     lacks = set(start.frames) - rank.got.keys()
     assert {start.peers._places.holders[int(start.peers._places.ranks[frame])][0] for frame in lacks} == {"n0"}
@@ -354,7 +339,7 @@ def test_what_is_damaged_is_called_so_though_another_frame_was_not_had_of_a_node
         return rank.outcome is not None
 
     start.turned.until(end)
-    assert start.peers.unreached_frames == {good}
+    assert start.restore.unreached_frames == {good}
     assert rank.outcome is not None
     assert rank.outcome["kind"] == "damaged"
     assert f"frame {damaged} " in rank.outcome["message"]
@@ -379,12 +364,13 @@ def test_so_is_what_no_store_has_either_though_a_node_that_is_gone_may_have_the_
         for *_, each in start.carrier.coming:
             each.completion.set_exception(DamagedData("wrong too often"))
         start.carrier.coming.clear()
-        if start.restore._receivers_from_store.keys() == {away, damaged}:
+        store = len(start.restore.sources) - 1
+        if {frame for frame, (number, _) in start.restore._awaited.items() if number == store} == {away, damaged}:
             both.set()
         return rank.outcome is not None
 
     start.turned.until(end)
-    assert start.peers.unreached_frames == {away}
+    assert start.restore.unreached_frames == {away}
     assert rank.outcome is not None
     assert rank.outcome["kind"] == "missing"
 

@@ -4,6 +4,7 @@ costs a read of the store and nothing else, memory is bounded, and the end of a 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,9 +15,10 @@ import pytest
 
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.restore import shared_read
+from ckpt.agent.restore import peer_fetch, shared_read
 from ckpt.agent.restore.restore_session import RestoreSession
-from ckpt.agent.restore.shared_read import SharedRead
+from ckpt.agent.restore.shared_read import SharedRead, shared_read_of
+from ckpt.agent.restore.sources import open_session
 from ckpt.agent.runtime.workers import Workers
 from ckpt.errors import AgentError, StorageError
 from ckpt.events import Event
@@ -83,7 +85,7 @@ class Agent:
 
     def peer_message(self, channel: Channel, message: Message) -> None:
         self.heard.append(message.kind)
-        fan = self.restore.shared_read
+        fan = shared_read_of(self.restore)
         assert fan is not None
         if self.mute:
             return
@@ -98,8 +100,7 @@ class Agent:
             channel.refuse(int(message.fields["id"]), exc)
 
     def peer_closed(self, channel: Channel) -> None:
-        assert self.restore.shared_read is not None
-        self.restore.shared_read.handle_disconnect(channel.peer)
+        self.restore.handle_disconnect(channel.peer)
 
     def rank(self) -> Rank:
         self.ranks.append(Rank(self.loop.post, self))
@@ -117,8 +118,7 @@ class Job:
         for each in self.agents:
             self.store.reads.append(Counter())
             read = lambda number=each.number: self.store.reader(number)  # noqa: E731
-            services = each.network, each.workers, self.loop.call_later, self.loop.post, read
-            each.restore = RestoreSession(
+            each.restore = open_session(
                 *(
                     IDENTITY,
                     manifest(FRAMES),
@@ -130,7 +130,9 @@ class Job:
                     self.loop.post,
                     window_bytes,
                 ),
-                fan=SharedRead(IDENTITY, EPOCH, manifest(FRAMES), nodes, *services, each.has_room, each.events.append),
+                fan=SharedRead(
+                    IDENTITY, EPOCH, manifest(FRAMES), nodes, each.network, read, each.has_room, each.events.append
+                ),
             )
 
     def restore(self, *numbers: int, frames: Any = range(FRAMES)) -> list[Rank]:
@@ -185,15 +187,16 @@ def test_all_nodes_have_all_and_each_frame_is_read_once_through_a_window_of_any_
 def test_however_many_homes_there_are_so_many_are_called_and_fetched_from_at_a_time(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_read, "FETCHES_MAX", 2)
+    monkeypatch.setattr(peer_fetch, "FETCHES_MAX", 2)
     monkeypatch.setattr(shared_read, "DIALS_MAX", 3)
     seen: list[tuple[int, int]] = []
     for each in job.agents:
-        fan, connect, fetch = each.restore.shared_read, each.network.connect, each.network.transport.fetch
-        assert fan is not None
+        connect, fetch = each.network.connect, each.network.transport.fetch
 
-        def look(fan: SharedRead = fan) -> None:
-            seen.append((fan._dial_count, sum(map(len, fan._fetches_by_home.values()))))
+        def look(restore: RestoreSession = each.restore) -> None:
+            fan = shared_read_of(restore)
+            assert fan is not None
+            seen.append((fan._dial_count, sum(len(offer.fetches) for offer in restore.fetches._offers)))
 
         def connected(*given: Any, look: Any = look, connect: Any = connect) -> None:
             look()
@@ -210,6 +213,18 @@ def test_however_many_homes_there_are_so_many_are_called_and_fetched_from_at_a_t
     assert job.reads() == Counter(range(FRAMES))
     assert max(dialling for dialling, _ in seen) == 3
     assert max(fetching for _, fetching in seen) == 1, "one more is begun then"
+
+
+def test_frames_of_equal_bytes_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FRAMES", 260)
+    job = Job(3, 16 * 4096)
+    try:
+        ranks = job.restore(frames=range(260))
+        job.until_restored(ranks)
+        assert all(len(rank.got) == 260 for rank in ranks)
+        assert job.reads() == Counter(range(251))
+    finally:
+        job.close()
 
 
 def test_ranks_that_come_one_after_the_other_and_want_other_frames_each_read_nothing_twice(job: Job) -> None:
@@ -289,8 +304,9 @@ def test_a_home_that_dies_after_it_has_said_what_it_has_is_done_without(job: Job
 @pytest.mark.parametrize("job", [(3, 4096), (3, 16 * 4096)], indirect=True)
 def test_what_a_home_gives_wrong_is_read_by_whoever_wants_it_though_the_window_is_full(job: Job) -> None:
     job.until_restored(job.restore(1))
-    fan = job.agents[1].restore.shared_read
+    fan = shared_read_of(job.agents[1].restore)
     assert fan is not None
+    assert fan.home_memory is not None
     region = fan.home_memory.arenas[0]
     region.view[:] = bytes(region.size_bytes)
     ranks = job.restore(0, 2)
@@ -337,17 +353,10 @@ def test_what_a_home_cannot_read_each_node_tries_itself_and_a_fetch_fails_only_w
     assert ranks[0].outcome["kind"] == "storage"
 
 
-def test_a_node_that_has_nothing_to_read_itself_knows_the_record_all_the_same(job: Job) -> None:
-    """The next save may refer to what it says."""
-    job.until_restored(job.restore(0, frames=HOMES.frames_of(2)[:5].tolist()))
-    job.loop.until(lambda: job.agents[0].restore.record is not None)
-    assert not job.store.reads[0]
-
-
 def test_the_end_of_a_restore_leaves_no_memory_and_no_offer(job: Job) -> None:
     job.until_restored(job.restore())
-    fans = [each.restore.shared_read for each in job.agents]
-    regions = [fan.home_memory.arenas[0] for fan in fans if fan is not None]
+    fans = [shared_read_of(each.restore) for each in job.agents]
+    regions = [fan.home_memory.arenas[0] for fan in fans if fan is not None and fan.home_memory is not None]
     for each, region in zip(job.agents, regions, strict=True):
         assert region.size_bytes <= STATE_BYTES // 3 + FRAME_BYTES + 4096
         each.restore.close()
@@ -356,7 +365,7 @@ def test_the_end_of_a_restore_leaves_no_memory_and_no_offer(job: Job) -> None:
 
 
 def test_malformed_and_foreign_requests_are_refused_and_change_nothing(job: Job) -> None:
-    fan = job.agents[0].restore.shared_read
+    fan = shared_read_of(job.agents[0].restore)
     assert fan is not None
     connected: list[str] = []
     job.agents[1].network.connect(NodeAt("agent-0", (job.agents[0].address,), ()), connected.append)

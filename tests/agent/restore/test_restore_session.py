@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import queue
-import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,15 +13,13 @@ import numpy as np
 import pytest
 
 from ckpt.agent.restore.restore_session import RestoreSession
-from ckpt.agent.restore.window import Window
-from ckpt.agent.runtime import memory_plan
+from ckpt.agent.restore.sources import open_session
 from ckpt.agent.runtime.workers import Workers
 from ckpt.errors import AgentError, DamagedData, NotFound, StorageError, TransientError
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import FRAME, PLACE, Manifest
 from ckpt.ipc.file_list import FileList
 from ckpt.ipc.messages import Message
-from ckpt.threads import Tasks
 from ckpt.types import Epoch, Identity, Version
 from tests.agent.receiver import Rank
 
@@ -108,7 +105,7 @@ class Loop:
     def begin(
         self, count: int, reader: Reader | Failing | None, world: int = 1, window_bytes: int = 1 << 20
     ) -> RestoreSession:
-        self.restore = RestoreSession(
+        self.restore = open_session(
             *(IDENTITY, manifest(count), world, None, (lambda: reader) if reader else None),
             *(self.workers, lambda delay_s, what: self.timers.append(what), self.post, window_bytes),
         )
@@ -256,32 +253,6 @@ def test_closing_ends_a_read_that_waits_for_room(loop: Loop) -> None:
     restore.close()  # the fixture's end of the lanes would hang otherwise
 
 
-def test_a_windows_memory_is_bounded_whatever_the_frames() -> None:
-    for frame_bytes in (1, 4096, 4 << 20, 200 << 20):
-        window = Window(frame_bytes)
-        try:
-            assert window.arena.size_bytes <= memory_plan.WINDOW_BYTES
-        finally:
-            window.close()
-
-
-def test_a_wait_for_a_cell_ends_with_the_window() -> None:
-    window = Window(memory_plan.WINDOW_BYTES)
-    assert window.wait_for_cell(5)[1].nbytes == 5
-    waiting = threading.Event()
-
-    def wait() -> None:
-        waiting.set()
-        window.wait_for_cell(5)
-
-    with Tasks("cell", pool_size=1) as tasks:
-        second = tasks.submit(wait)
-        assert waiting.wait(60)
-        window.close()
-        with pytest.raises(AgentError):
-            second.result(60)
-
-
 class Filed(Reader):
     """Whose record says where frames lie: all in one file, one behind the other."""
 
@@ -310,7 +281,7 @@ class Reading(Rank):
 
 
 def of_folder(loop: Loop, reader: Any, world: int = 1) -> RestoreSession:
-    loop.restore = RestoreSession(
+    loop.restore = open_session(
         *(IDENTITY, manifest(10), world, None, lambda: reader, loop.workers),
         *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
         folder="/store",
@@ -332,7 +303,6 @@ def test_ranks_read_a_folder_by_themselves_and_the_agent_reads_nothing(loop: Loo
         restore.request(rank, range(2, 10))
     loop.run(lambda: all(rank.outcome for rank in ranks))
     assert reader.reads == []
-    assert restore.record is reader.record
     for rank in ranks:
         assert rank.outcome == {"t": "fetch-ended", "ok": True, "message": "", "sources": {"store": 8 * FRAME_BYTES}}
         (listed,) = rank.listed
@@ -372,7 +342,7 @@ def test_a_folder_whose_record_cannot_be_opened_ends_the_fetch_as_any_store(
         raise error
 
     of_folder(loop, None).close()
-    loop.restore = RestoreSession(
+    loop.restore = open_session(
         *(IDENTITY, manifest(10), 1, None, fail, loop.workers),
         *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
         folder="/store",

@@ -16,12 +16,10 @@ NODES, FRAMES = 4, 30
 
 def test_a_frame_that_several_want_is_read_once_and_each_of_them_is_told_once() -> None:
     given = Given()
-    given.add_requests([1, 2], "a")
-    given.add_requests([2, 3], "b")
-    given.add_requests([3], OWN_NODE)
-    assert given.take_requested() == [1, 2, 3]
-    given.add_requests([1], "b")
-    assert given.take_requested() == []
+    assert given.add_requests([1, 2], "a") == [1, 2]
+    assert given.add_requests([2, 3], "b") == [3]
+    assert given.add_requests([3], OWN_NODE) == []
+    assert given.add_requests([1], "b") == []
     for frame in (1, 2):
         given.mark_read(frame)
     given.mark_unavailable(3)
@@ -32,12 +30,10 @@ def test_a_frame_that_several_want_is_read_once_and_each_of_them_is_told_once() 
 def test_what_is_here_or_is_not_to_be_had_is_told_at_once_to_whoever_asks_later() -> None:
     given = Given()
     given.add_requests([1, 2], "a")
-    given.take_requested()
     given.mark_read(1)
     given.mark_unavailable(2)
     given.mark_unavailable(1)  # a pass ends with all that it has not read
-    given.add_requests([1, 2], "b")
-    assert given.take_requested() == []
+    assert given.add_requests([1, 2], "b") == []
     assert given.take_reports(0.0)["b"] == ([1], [2])
 
 
@@ -50,28 +46,14 @@ def test_who_waits_hears_now_and_then_that_reading_goes_on() -> None:
     assert given.take_reports(10.0 + ALIVE_S) == {"a": ([], [])}
 
 
-def test_who_is_gone_is_told_nothing_until_it_asks_again() -> None:
-    given = Given()
-    given.add_requests([1], "a")
-    given.take_requested()
-    given.drop_waiter("a")
-    given.mark_read(1)
-    assert given.take_reports(0.0) == {}
-    given.add_requests([1], "a")
-    assert given.take_reports(0.0) == {"a": ([1], [])}
-
-
 def test_what_a_home_says_that_it_was_not_asked_or_has_said_before_changes_nothing() -> None:
     asked = HomeRequest(0.0)
     assert asked.add_frames([1, 2], 0.0) == [1, 2]
-    assert asked.record_answer([1, 9], [8], 0.0) == []
-    assert asked.record_answer([1], [1], 0.0) == []
-    assert asked.next_ready_frame() == 1
-    asked.begin_fetch(1)
-    assert asked.record_answer([1], [1, 2], 0.0) == [2]
-    assert asked.end_fetch(1)
-    assert not asked.end_fetch(1)
-    assert not asked.has_pending
+    assert asked.record_answer([1, 9], [8], 0.0) == ([1], [])
+    assert asked.record_answer([1], [1], 0.0) == ([], [])
+    assert asked.add_frames([1], 0.0) == []
+    assert asked.record_answer([1], [1, 2], 0.0) == ([], [2])
+    assert asked.pending_frames == {1}
 
 
 def test_a_home_is_silent_only_while_it_has_something_to_say() -> None:
@@ -89,14 +71,11 @@ def test_a_home_that_is_given_up_hands_back_all_that_is_not_here_once() -> None:
     asked = HomeRequest(0.0)
     asked.add_frames([1, 2, 3, 4], 0.0)
     asked.record_answer([1, 2], [], 0.0)
-    for frame in (1, 2):
-        asked.begin_fetch(frame)
-    asked.end_fetch(1)
+    asked.pending_frames.discard(1)
     assert asked.give_up() == [2, 3, 4]
     assert asked.give_up() == []
     assert asked.given_up
-    assert not asked.end_fetch(2)  # it lands all the same: somebody else is to bring it now
-    assert asked.next_ready_frame() is None
+    assert asked.record_answer([3], [4], 0.0) == ([], [])
 
 
 class Nodes:
@@ -108,6 +87,8 @@ class Nodes:
         self.given = [Given() for _ in range(NODES)]
         self.asked = {(a, b): HomeRequest(0.0) for a in range(NODES) for b in range(NODES) if a != b}
         self.wires: dict[tuple[int, int], list[tuple[str, list[int], list[int]]]] = {pair: [] for pair in self.asked}
+        self.ready: dict[tuple[int, int], list[int]] = {pair: [] for pair in self.asked}
+        self.to_read: list[list[int]] = [[] for _ in range(NODES)]
         self.has: list[Counter[int]] = [Counter() for _ in range(NODES)]
         self.reads: Counter[int] = Counter()
         self.own: Counter[int] = Counter()  # read for one node alone
@@ -119,7 +100,7 @@ class Nodes:
         for home in range(NODES):
             mine = [frame for frame in frames if frame % NODES == home]
             if home == node:
-                self.given[node].add_requests(mine, OWN_NODE)
+                self.to_read[node] += self.given[node].add_requests(mine, OWN_NODE)
             elif self.asked[node, home].given_up:
                 self.alone(node, mine)
             elif new := self.asked[node, home].add_frames(mine, self.now_s):
@@ -131,7 +112,8 @@ class Nodes:
 
     def read(self, node: int) -> None:
         given = self.given[node]
-        for frame in given.take_requested():
+        while self.to_read[node]:
+            frame = self.to_read[node].pop()
             self.reads[frame] += 1
             (given.mark_unavailable if self.faulty and self.random.random() < 0.05 else given.mark_read)(frame)
 
@@ -149,19 +131,21 @@ class Nodes:
             if to in self.dead:
                 return
             if kind == "read-frames":
-                self.given[to].add_requests(first, str(source))
+                self.to_read[to] += self.given[to].add_requests(first, str(source))
             else:
-                self.alone(to, self.asked[to, source].record_answer(first, second, self.now_s))
+                ready, lost = self.asked[to, source].record_answer(first, second, self.now_s)
+                self.ready[to, source] += ready
+                self.alone(to, lost)
 
     def fetch(self, node: int, home: int) -> None:
         asked = self.asked[node, home]
-        frame = asked.next_ready_frame()
-        if frame is None:
+        if not self.ready[node, home]:
             return
-        asked.begin_fetch(frame)
+        frame = self.ready[node, home].pop(0)
         if home in self.dead:
             self.alone(node, asked.give_up())
-        elif asked.end_fetch(frame):
+        elif frame in asked.pending_frames:
+            asked.pending_frames.discard(frame)
             assert frame in self.given[home].read_frames
             self.has[node][frame] += 1
 
@@ -169,12 +153,11 @@ class Nodes:
         """What is on its way is lost; both notice, and whoever waits asks again."""
         for a, b in ((one, other), (other, one)):
             self.wires[a, b].clear()
-            self.given[a].drop_waiter(str(b))
         for a, b in ((one, other), (other, one)):
             if a not in self.dead and b in self.dead:
                 self.alone(a, self.asked[a, b].give_up())
             elif a not in self.dead and not self.asked[a, b].given_up:
-                self.wires[a, b].append(("read-frames", self.asked[a, b].unanswered_frames, []))
+                self.wires[a, b].append(("read-frames", sorted(self.asked[a, b].unanswered_frames), []))
 
     def step(self) -> None:
         alive = [node for node in range(NODES) if node not in self.dead]
