@@ -35,15 +35,11 @@ from ckpt.agent.state.retention_rule import survives_nodes
 from ckpt.agent.state.step_timing import MEASURE_S_MIN, SaveTiming
 from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
 from ckpt.ipc.outcome_file import describe_outcome
-from ckpt.policy.save_options import STEPS_APART
+from ckpt.policy.save_options import STEPS_APART, exit_lead_s
 from ckpt.types import Version
 
-SLACK = 1.5  # factor on measured save times
-# Kept free before a deadline: clocks differ, stores have slow moments, machines go early.
-RESERVE_S = 10.0
 # Assumed time for hashing and commit before one was measured: leave early rather than late.
 SAVING_S = 60.0
-STEPS_TO_HOLD = 3  # two that an appointment lies ahead, and the present one
 # So long before a signal's deadline the ranks stop waiting and leave in order.
 END_S = 2.0
 # So long before a deadline the outcome is reported, even if work is under way. The ranks wait until one second before
@@ -185,7 +181,7 @@ class Preemption(ReplicaState):
     @property
     def lead_time_s(self) -> float:
         """Seconds before a deadline at which the last appointment has to be made."""
-        return self.expected_save_s() * SLACK + RESERVE_S
+        return exit_lead_s(self.expected_save_s())
 
     def is_warned(self, now_s: float) -> bool:
         """Whether a machine is certain to go soon, or should just have gone. A notice that is days ahead (the end of an
@@ -225,9 +221,7 @@ class Preemption(ReplicaState):
         staged to saved; None: to committed."""
         if saving_s is None:
             saving_s = SAVING_S if self._save_estimate_s is None else self._save_estimate_s
-        return (
-            STEPS_TO_HOLD * self.step_timing.boundary_interval_s + 2 * self._latency_s + self._last_stall_s + saving_s
-        )
+        return STEPS_APART * self.step_timing.boundary_interval_s + 2 * self._latency_s + self._last_stall_s + saving_s
 
     def deadline_s(self, now_s: float) -> float | None:
         """The earliest deadline ahead by which the job leaves; None: there is none."""

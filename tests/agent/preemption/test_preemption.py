@@ -10,13 +10,13 @@ import pytest
 from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.exit_vote import ASK_LATE_S, AWAY_S
 from ckpt.agent.preemption.notice_relay import OUTLIVES_S, ExitTiming, StandingNotice
-from ckpt.agent.preemption.preemption import END_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SLACK
+from ckpt.agent.preemption.preemption import END_S, NOTICES_MAX, OUTCOME_S
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import REJOIN_S, SaveReason, WorkState
 from ckpt.ipc.control_page import GRADIENTS_WAIT, MID_STEP, SUB_MAX, ControlPage, ControlWord, RankPlace, WordKind
 from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
 from ckpt.placement.placement import Kept
-from ckpt.policy.save_options import Every
+from ckpt.policy.save_options import EXIT_RESERVE_S, EXIT_SLACK, Every
 from ckpt.types import Version
 from tests.agent.job.test_scheduler import Driver, hold_snapshot
 
@@ -80,7 +80,7 @@ def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() ->
     assert not driver.group.is_time_to_leave
     assert not driver.is_hold()
     need_s = driver.group.lead_time_s
-    assert RESERVE_S < need_s < RESERVE_S + 10
+    assert EXIT_RESERVE_S < need_s < EXIT_RESERVE_S + 10
     driver.train(at_s - need_s - 1 - driver.now_s)
     assert not driver.is_hold()
     assert driver.group.lead_time_s < need_s, "the pace is known better by now"
@@ -169,9 +169,11 @@ def test_a_state_that_has_grown_since_it_was_saved_is_left_with_as_much_earlier(
     driver.decide()
     assert driver.group.record_division(driver.world + 1, "e", (300,) * driver.world, 3)
     driver.make_ready()
-    assert driver.group.lead_time_s == pytest.approx(before_s + SLACK * 2.0), "three seconds instead of one, with slack"
+    assert driver.group.lead_time_s == pytest.approx(before_s + EXIT_SLACK * 2.0), (
+        "three seconds instead of one, with slack"
+    )
     driver.save_once()
-    assert driver.group.lead_time_s < before_s + SLACK * 2.0, "and then it is measured"
+    assert driver.group.lead_time_s < before_s + EXIT_SLACK * 2.0, "and then it is measured"
 
 
 def leaves_at(driver: Warned, in_step_s: float | None) -> int:
@@ -349,7 +351,7 @@ def test_where_nothing_was_measured_one_is_taken_at_once_and_another_just_before
         driver.train(1.0)
     first_s, second_s = taken
     assert first_s > 80.0
-    assert RESERVE_S - 1.0 < second_s < RESERVE_S + 5.0
+    assert EXIT_RESERVE_S - 1.0 < second_s < EXIT_RESERVE_S + 5.0
 
 
 def committed(driver: Warned, count: int) -> int:
@@ -1541,7 +1543,7 @@ def test_who_polls_in_a_long_evaluation_leaves_no_earlier_than_he_has_to() -> No
     need_s = driver.group.lead_time_s
     for _ in range(600):
         driver.evaluate(1.0)
-    assert driver.group.lead_time_s < need_s + 3 * SLACK * 1.1, "three polls, and not three such evaluations"
+    assert driver.group.lead_time_s < need_s + 3 * EXIT_SLACK * 1.1, "three polls, and not three such evaluations"
     for _ in range(60):
         driver.evaluate(1.0, polls=0)
     assert driver.group.lead_time_s > need_s + 0.1, "a silent one may take any time"
