@@ -95,12 +95,10 @@ class Job(JobExecutor):
     @property
     def needs_commit_retry(self) -> bool:
         """True if the newest checkpoint failed to commit and no trainer is left to hear it."""
-        newest, group = self.scheduler.newest_slot, self.scheduler
-        if newest is None or newest.attempt is None or not group.all_gone or group.superseded_by or group.is_at_work:
+        group = self.scheduler
+        if not group.all_gone or group.superseded_by or group.is_at_work or group.is_closed_in_store:
             return False
-        return (
-            newest.attempt.commit_state is WorkState.FAILED and not group.is_closed_in_store and not self.internal_error
-        )
+        return group.newest_commit_state is WorkState.FAILED and not self.internal_error
 
     @property
     def is_orphaned(self) -> bool:
@@ -277,7 +275,7 @@ class Job(JobExecutor):
         self._send_bandwidth_limit(rank)
         self.scheduler.record_former_verdict(int(fields.get("leave_attempt") or 0))
         self.scheduler.record_join(rank)
-        self.scheduler.record_layout(rank)
+        self.scheduler.record_layout()
         # Sent before the rank can ask for the same versions again.
         for body in self.scheduler.reconnect_messages() if resume else ():
             peer.send(body)
@@ -317,7 +315,7 @@ class Job(JobExecutor):
             case "layout":
                 member = self._members[rank]
                 member.contents = self._parse_contents(message, member.contents.coordinate)
-                group.record_layout(rank)
+                group.record_layout()
                 if self._awaits_layouts and not self._has_mixed_layouts():
                     self._divide(patient=False)
             case "arena-warm":
@@ -398,7 +396,7 @@ class Job(JobExecutor):
             else f"{names[0]} and {format_count(len(names) - 1, 'more tensor')} differ"
         )
         self.scheduler.record_miss(rank, number, f"{what} between the ranks")
-        self.scheduler.record_layout(rank)
+        self.scheduler.record_layout()
         what = names[0] if len(names) == 1 else f"{len(names)} tensors, {', '.join(names[:5])}"
         text = f"not the same on all ranks any more: {what}. From now on each rank saves its own"
         self.emit("replica.differs", text, True, {"tensor": names[0], "names": names[:NAMES_MAX]})
@@ -592,11 +590,7 @@ class Job(JobExecutor):
     def free_outdated_slots(self, outdated: Callable[[Identity], bool]) -> None:
         """Frees slots on this node that hold nothing needed, once the job is idle. `outdated`: whether a checkpoint is
         superseded."""
-        used = {
-            slot.attempt.version
-            for slot in self.scheduler.slots
-            if slot.state is not SlotState.FREE and slot.attempt is not None
-        }
+        used = {attempt.version for attempt in self.scheduler.attempts()}
         if self.is_idle:
             self.local_share.free_outdated_slots(
                 lambda identity: outdated(identity) and not (identity.epoch == self.epoch and identity.version in used)

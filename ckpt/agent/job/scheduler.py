@@ -122,25 +122,21 @@ class Scheduler(ExitVote):
             )
             if for_long and member.presence is Presence.HERE:
                 member.presence, member.is_away = Presence.LEFT, True
-        for slot, attempt in self._open_attempts():
-            any_gone, is_late = self.rank_states.summary.any_gone, now_s - attempt.opened_s >= MISSING_ANSWER_S
+        for attempt in self._open_attempts():
+            any_gone, is_late = self._is_rank_gone(), now_s - attempt.opened_s >= MISSING_ANSWER_S
             waiting = [r for r in range(self.world) if r not in attempt.staged_ranks] if any_gone or is_late else []
             away = waiting if any_gone else ()
             gone = next((r for r in away if self.rank_states[r].presence is not Presence.HERE), None)
-            if attempt.miss_reason:
-                self._abandon_attempt(slot, attempt, attempt.miss_reason, now_s)
-            elif self.superseded_by:
-                self._abandon_attempt(slot, attempt, f"a newer start, {self.superseded_by}, owns the run", now_s)
-            elif gone is not None:
-                self._abandon_attempt(
-                    slot, attempt, f"rank {gone} {self._describe_absence(gone)} before it had staged it", now_s
-                )
-            elif is_late:
-                silent = [r for r in waiting if steps[r] >= attempt.version.step + LOST_STEPS]
-                if silent:
-                    self._abandon_attempt(
-                        slot, attempt, f"rank {silent[0]} has passed that step without an answer", now_s
-                    )
+            silent = [r for r in waiting if is_late and steps[r] >= attempt.version.step + LOST_STEPS]
+            why = attempt.miss_reason
+            if not why and self.superseded_by:
+                why = f"a newer start, {self.superseded_by}, owns the run"
+            elif not why and gone is not None:
+                why = f"rank {gone} {self._describe_absence(gone)} before it had staged it"
+            elif not why and silent:
+                why = f"rank {silent[0]} has passed that step without an answer"
+            if why:
+                self._abandon_attempt(attempt, why, now_s)
 
     def _judge_holds(self, now_s: float) -> None:
         """Decides for each open hold whether the ranks leave or go on. In this order:
@@ -149,9 +145,8 @@ class Scheduler(ExitVote):
         - The notice was withdrawn, or the deadline passed: go on; the staging continues.
         - All ranks held and staged it: leave.
         - All held but not all staged: go on, and abandon it."""
-        for slot in self.slots:
-            attempt = slot.attempt
-            if attempt is None or not attempt.is_verdict_pending:
+        for attempt in self.attempts():
+            if not attempt.is_verdict_pending:
                 continue
             all_held = len(attempt.held_requests) == self.world
             if self.is_lost_cause or self._is_end_ordered:
@@ -162,20 +157,20 @@ class Scheduler(ExitVote):
                 self._set_verdict(attempt, True, now_s)
             elif all_held:
                 self._set_verdict(attempt, False, now_s)
-                self._abandon_attempt(slot, attempt, "not every rank had staged it", now_s)
+                self._abandon_attempt(attempt, "not every rank had staged it", now_s)
 
     def _assemble_staged(self) -> None:
-        for slot, attempt in self._open_attempts():
+        for attempt in self._open_attempts():
             if len(attempt.staged_ranks) == self.world:
-                slot.state = SlotState.STAGED
+                attempt.state = SlotState.STAGED
                 self._clear_control_word(attempt)
-                self._actions.append(Assemble(slot.number, attempt.number, attempt.version))
+                self._actions.append(Assemble(attempt.slot, attempt.number, attempt.version))
 
     def _release_inherited_slots(self) -> None:
         """Lets slots be used that have complete snapshots of a former agent. Before this agent's first one, one slot is
         needed. Once it is known which version is replicated, only that one stays until a newer one is safe. None stays
         where no newer one can come."""
-        newest = self.newest_slot.attempt if self.newest_slot is not None else None
+        newest = self.newest
         stays = sorted(self.inherited_versions, key=lambda slot: self.inherited_versions[slot], reverse=True)
         if self._is_rank_gone() or self.superseded_by:
             stays = []
@@ -190,30 +185,24 @@ class Scheduler(ExitVote):
             del self.inherited_versions[slot]
 
     def _free_superseded_slots(self) -> None:
-        newest, safe = self.newest_slot, self.replicated_slot
+        newest, safe = self.newest, self.replicated
         # The replicated attempt then stays until a newer one is replicated.
         waits = self.is_replication_on and not self._is_blocked_on_commit
         if not waits and self._is_replicated_superseded:
             safe = None
-        for slot in self.slots:
-            attempt = slot.attempt
-            if slot.state is not SlotState.COMPLETE or slot in (newest, safe) or slot.leases or attempt is None:
+        for attempt in self.attempts(SlotState.COMPLETE):
+            is_held = attempt in (newest, safe) or self.slots[attempt.slot].leases or attempt.is_verdict_pending
+            if is_held or self._awaits_commit(attempt):
                 continue
-            if not attempt.is_verdict_pending and not self._awaits_commit(slot):
-                if attempt.commit_state is WorkState.NEW:
-                    why = "a newer one was complete before its turn"
-                    self._report_level(attempt.version, "store", False, f"skipped: {why}")
-                    if attempt.reason is SaveReason.DUE:
-                        self._report_skipped(1, f"step {attempt.version.step} is not committed: {why}")
-                untold = (
-                    attempt.replication_state is not WorkState.DONE
-                    and (attempt.version, "peer") not in self._level_messages
-                )
-                if untold and (self.is_replication_on or attempt.commit_state is WorkState.FAILED):
-                    self._report_level(
-                        attempt.version, "peer", False, "skipped: a newer one was complete before its turn"
-                    )
-                self._free_slot(slot)
+            why = "a newer one was complete before its turn"
+            if attempt.commit_state is WorkState.NEW:
+                self._report_level(attempt.version, "store", False, f"skipped: {why}")
+                if attempt.reason is SaveReason.DUE:
+                    self._report_skipped(1, f"step {attempt.version.step} is not committed: {why}")
+            is_told = attempt.replication_state is WorkState.DONE or (attempt.version, "peer") in self._level_messages
+            if not is_told and (self.is_replication_on or attempt.commit_state is WorkState.FAILED):
+                self._report_level(attempt.version, "peer", False, f"skipped: {why}")
+            self._free_slot(attempt)
 
     def _release_peer_replicas(self) -> None:
         """Lets peers drop their replicas if no node has room for new ones. They go once the store has a checkpoint at
@@ -223,7 +212,7 @@ class Scheduler(ExitVote):
         if self.is_replication_on or self.replicating_slot is not None or self.superseded_by or copied is None:
             return
         is_outdone = self.replicated_version is None or self._is_replicated_superseded
-        if self.replicated_slot is None and is_outdone and stored is not None and stored >= copied:
+        if self.replicated is None and is_outdone and stored is not None and stored >= copied:
             self.replicated_version, self._sent_version, self.dropped_version = None, None, copied
             self._actions.append(DropReplicas())
 
@@ -232,21 +221,16 @@ class Scheduler(ExitVote):
         replicated. It is repeated after a failure, and when a node returns that may have lost its replicas or has
         memory for more. The first call has peers surveyed for what is replicated, even if none of them keeps replicas
         now."""
-        newest = self.newest_slot
-        if (
-            not (self.is_replication_on or self.is_survey_pending)
-            or self.replicating_slot is not None
-            or self.superseded_by
-        ):
+        newest = self.newest
+        if newest is None or self.replicating_slot is not None or self.superseded_by:
             return
-        if self.is_survey_pending and not self.division:
-            return  # the placement is not known before the first division
-        if newest is None or newest.attempt is None:
+        # Before the first division the placement is not known.
+        if not (self.is_replication_on or self.is_survey_pending) or (self.is_survey_pending and not self.division):
             return
-        if self.all_gone and newest.attempt.reason is not SaveReason.HOLD:
+        if self.all_gone and newest.reason is not SaveReason.HOLD:
             return
-        peer = newest.attempt.replication_state
-        more = newest.attempt.version == self.replicated_version and self._would_improve_replication
+        peer = newest.replication_state
+        more = newest.version == self.replicated_version and self._would_improve_replication
         short = (bool(self._lost_holders) or more) and not self.rank_states.summary.disconnected
         waits = self._replication_failures > 0 and now_s < self._retry_replication_s
         again = peer is WorkState.FAILED or (peer is WorkState.DONE and short)
@@ -256,63 +240,57 @@ class Scheduler(ExitVote):
         # lost of that version than is known, and replication goes on.
         if self.would_reduce_protection and not self.is_survey_pending:
             if peer is WorkState.NEW:
-                newest.attempt.replication_state = WorkState.FAILED
-                self._report_level(newest.attempt.version, "peer", False, NO_PEER_MEMORY)
+                newest.replication_state = WorkState.FAILED
+                self._report_level(newest.version, "peer", False, NO_PEER_MEMORY)
             return
         self.is_survey_pending = self.is_survey_pending or self._may_reduce_protection
         if self._can_evict_replicated and self.replicated_version is not None:
             self._actions.append(ReplicaDegraded(self.replicated_version))
-        self.begin_replication(newest, newest.attempt, now_s)
-        self._actions.append(Replicate(newest.number, newest.attempt.number, newest.attempt.version))
+        self.begin_replication(newest)
+        self._actions.append(Replicate(newest.slot, newest.number, newest.version))
 
     def _cancel_blocking_commit(self, now_s: float) -> None:
         """Cancels the running commit if it keeps the last snapshot from being stored in time."""
-        slot = self.slots[self.committing_slot] if self.committing_slot is not None else None
-        attempt = slot.attempt if slot is not None else None
-        if slot is None or attempt is None or attempt.is_commit_cancelled:
+        running = self.slots[self.committing_slot].attempt if self.committing_slot is not None else None
+        if running is None or running.is_commit_cancelled:
             return
-        if self._delays_last_commit(slot, now_s):
-            attempt.is_commit_cancelled = True
+        if self._delays_last_commit(running, now_s):
+            running.is_commit_cancelled = True
             self._actions.append(CancelCommit())
 
     def _commit_next(self, now_s: float) -> None:
         if self.committing_slot is not None or (self.superseded_by and not self._is_orphaned):
             return
-        newest = self.newest_slot
+        newest = self.newest
         if self._is_orphaned:
             self._is_orphaned = False
-            if self.has_uncommitted_newest and newest is not None and newest.attempt is not None:
-                self._begin_commit(newest, newest.attempt, now_s)
+            if self.has_uncommitted_newest and newest is not None:
+                self._begin_commit(newest, now_s)
             return
-        waiting = [slot for slot in self.slots if self._awaits_commit(slot)]
-        chosen = min(waiting, key=lambda s: s.attempt.version, default=None)  # type: ignore[union-attr]
+        waiting = [attempt for attempt in self.attempts() if self._awaits_commit(attempt)]
+        chosen = min(waiting, key=lambda each: each.version, default=None)
         if chosen is not None and self._delays_last_commit(chosen, now_s):
             chosen = newest
-        if chosen is None and newest is not None and newest.attempt is not None:
-            attempt = newest.attempt
-            no_more = self._is_rank_gone() and not any(
-                s.state in (SlotState.GRANTED, SlotState.STAGED) for s in self.slots
-            )
+        if chosen is None and newest is not None:
+            no_more = self._is_rank_gone() and not self.attempts(SlotState.GRANTED, SlotState.STAGED)
             last = (
-                no_more and not attempt.is_last_try and not self._is_commit_stopped and not self._waits_for_agent(now_s)
+                no_more and not newest.is_last_try and not self._is_commit_stopped and not self._waits_for_agent(now_s)
             )
             soon = self._is_blocked_on_commit or not (self._is_rank_gone() or self._would_delay_last_snapshot(now_s))
             due = now_s >= self._retry_commit_s or not self.is_commit_failing  # an older one may have been stored since
-            again = attempt.commit_state is WorkState.FAILED and (last or (soon and due))
-            if again or (attempt.commit_state is WorkState.NEW and (no_more or self._is_commit_due(attempt, now_s))):
+            again = newest.commit_state is WorkState.FAILED and (last or (soon and due))
+            if again or (newest.commit_state is WorkState.NEW and (no_more or self._is_commit_due(newest, now_s))):
                 chosen = newest
-        if chosen is not None and chosen.attempt is not None:
-            if self._is_rank_gone():
-                chosen.attempt.is_last_try = True
-            self._begin_commit(chosen, chosen.attempt, now_s)
+        if chosen is not None:
+            chosen.is_last_try = chosen.is_last_try or self._is_rank_gone()
+            self._begin_commit(chosen, now_s)
 
-    def _begin_commit(self, slot: Slot, attempt: SaveAttempt, now_s: float) -> None:
-        attempt.commit_state = WorkState.RUNNING
-        attempt.commit_began_s = now_s
+    def _begin_commit(self, attempt: SaveAttempt, now_s: float) -> None:
+        attempt.commit_state, attempt.commit_began_s = WorkState.RUNNING, now_s
         self._last_commit_opened_s = attempt.opened_s
-        slot.leases += 1
-        self.committing_slot = slot.number
-        self._actions.append(Commit(slot.number, attempt.number, attempt.version, attempt.metrics))
+        self.take_lease(attempt.slot)
+        self.committing_slot = attempt.slot
+        self._actions.append(Commit(attempt.slot, attempt.number, attempt.version, attempt.metrics))
 
     def _is_commit_due(self, attempt: SaveAttempt, now_s: float) -> bool:
         """True if the policy wants this appointed attempt committed. Each attempt is, if slots are stuck or it is time
@@ -331,38 +309,36 @@ class Scheduler(ExitVote):
     def _plan_and_make_arenas(self, now_s: float) -> None:
         if self._is_rank_gone() or self.superseded_by or not self.rank_states.summary.all_joined:
             return
-        if self._divided_layouts_version != self._layouts_version:
+        if self._divided_layouts_version != self.layouts_version:
             if not self._is_dividing:
                 self._is_dividing = True
-                self._actions.append(Divide(self._layouts_version))
+                self._actions.append(Divide(self.layouts_version))
             return
         # Appointments of another division are withdrawn and made anew under this one.
         self._withdraw_appointments(now_s, lambda r: r.division != self.division)
         self._close_unused()
-        making = any(
-            slot.is_making_arenas for slot in self.slots
-        )  # one slot at a time, so that the first can be used soon
-        if self.division:
-            for slot in self._used_slots:
-                if slot.leases or slot.is_making_arenas:
-                    continue
-                fits = self._has_fitting_arenas(slot)
-                if not (fits and slot.is_offered) and self._can_reuse_only_slot(slot):
-                    self._free_slot(slot)
-                if slot.state is SlotState.FREE and not fits and not making:
-                    making = slot.is_making_arenas = True
-                    slot.warm_divisions.clear()
-                    slot.arena_bytes = ()
-                    self._actions.append(MakeArenas(slot.number, self._needed_arena_bytes))
-                elif slot.state is SlotState.FREE and fits and not slot.is_offered:
-                    slot.is_offered = True
-                    slot.warm_divisions.clear()
-                    self._actions.append(OfferSlot(slot.number))
+        # One slot at a time, so that the first can be used soon.
+        making = any(slot.is_making_arenas for slot in self.slots)
+        for slot in self._used_slots if self.division else ():
+            if slot.leases or slot.is_making_arenas:
+                continue
+            fits = self._has_fitting_arenas(slot)
+            if slot.attempt is not None and not (fits and slot.is_offered) and self._can_reuse_only_slot(slot):
+                self._free_slot(slot.attempt)
+            if slot.attempt is None and not fits and not making:
+                making = slot.is_making_arenas = True
+                slot.warm_ranks.clear()
+                slot.arena_bytes = ()
+                self._actions.append(MakeArenas(slot.number, self._needed_arena_bytes))
+            elif slot.attempt is None and fits and not slot.is_offered:
+                slot.is_offered = True
+                slot.warm_ranks.clear()
+                self._actions.append(OfferSlot(slot.number))
 
     def _close_unused(self) -> None:
         """Closes the arenas of slots that are no longer in use; their memory would count as free for ever."""
         for slot in self._slots_by_use[self.slot_limit :] if self.division else ():
-            if slot.is_handed_out and slot.state is SlotState.FREE and not slot.leases and not slot.is_making_arenas:
+            if slot.is_handed_out and slot.attempt is None and not slot.leases and not slot.is_making_arenas:
                 slot.is_handed_out, slot.arena_bytes = False, ()
                 self._actions.append(CloseArenas(slot.number))
 
@@ -485,52 +461,36 @@ class Scheduler(ExitVote):
             if self._answered_save is None or save.version > self._answered_save.version:
                 continue
             del self._save_requests[rank]
-            slot = next(
-                (
-                    s
-                    for s in self.slots
-                    if s.attempt is not None and s.attempt.version in (save.version, save.equal_version)
-                ),
-                None,
-            )
-            if slot is None or slot.attempt is None or slot.attempt.miss_reason:
+            wanted = save.version, save.equal_version
+            attempt = next((attempt for attempt in self.attempts() if attempt.version in wanted), None)
+            if attempt is None or attempt.miss_reason:
                 why = self._answered_save.message if save.version == self._answered_save.version else ""
                 message = why or f"the snapshot at {save.version} was given up"
                 self._actions.append(Refuse(save.request, self._answered_save.kind, message))
-            elif slot.state is SlotState.GRANTED and rank not in slot.attempt.staged_ranks:
-                self._actions.append(AnswerRequest(save.request, self._stage_answer(slot, slot.attempt)))
+            elif attempt.state is SlotState.GRANTED and rank not in attempt.staged_ranks:
+                self._actions.append(AnswerRequest(save.request, self._stage_answer(attempt)))
             else:
-                self._actions.append(AnswerRequest(save.request, self._saved_answer(slot.attempt)))
+                self._actions.append(AnswerRequest(save.request, self._saved_answer(attempt)))
 
     def _grant_save(self, now_s: float) -> None:
         version, same = self._save_requests[0].version, {save.equal_version for save in self._save_requests.values()}
-        holding = (
-            {version, *same} if len(same) == 1 else {version}
-        )  # snapshots of these versions equal the present state
-        for slot in self.slots:
-            if (
-                slot.attempt
-                and slot.attempt.version in holding
-                and slot.state in (SlotState.STAGED, SlotState.COMPLETE)
-            ):
-                self._adopt_attempt(slot.attempt)
+        # Snapshots of these versions equal the present state.
+        holding = {version, *same} if len(same) == 1 else {version}
+        for attempt in self.attempts(SlotState.STAGED, SlotState.COMPLETE):
+            if attempt.version in holding:
+                self._adopt_attempt(attempt)
                 return
         waited = self._all_saving_since_s is not None and now_s - self._all_saving_since_s >= MISSING_ANSWER_S
         # All ranks wait in this save, so answers about earlier versions that are still missing were lost.
-        for _, earlier in self._open_attempts():
+        for earlier in self._open_attempts():
             if waited and earlier.version <= version:
                 earlier.miss_reason = "all ranks are past it"
-        appointed = next((attempt for _, attempt in self._open_attempts() if attempt.version == version), None)
+        appointed = next((attempt for attempt in self._open_attempts() if attempt.version == version), None)
         if appointed is not None and appointed.staged_ranks:
             return  # this version is being staged: it need not be taken twice
-        waiting = [
-            s.attempt
-            for s in self.slots
-            if s.attempt and self._must_be_stored(s.attempt) and s.attempt.commit_state is WorkState.NEW
-        ]
+        waiting = [a for a in self.attempts() if self._must_be_stored(a) and a.commit_state is WorkState.NEW]
         # Later attempts that no rank has staged do not count: they wait for the ranks, which wait here.
-        queued = [attempt for attempt in waiting if attempt.version <= version or attempt.staged_ranks]
-        if queued or not self.has_division:
+        if any(a.version <= version or a.staged_ranks for a in waiting) or not self.has_division:
             return
         free = self._find_free_slot()
         if (free is None or appointed is not None) and self._withdraw_appointments(now_s, lambda _: True):
@@ -540,7 +500,7 @@ class Scheduler(ExitVote):
             return
         attempt = self._open_attempt(free, self._save_requests[0].reason, version, now_s)
         attempt.metrics = self._merge_metrics()
-        self._answer_saves(self._stage_answer(free, attempt))
+        self._answer_saves(self._stage_answer(attempt))
 
     def _adopt_attempt(self, attempt: SaveAttempt) -> None:
         """Uses a snapshot that is staged already for the save that all ranks ask for. It must now reach the store like
@@ -565,9 +525,8 @@ class Scheduler(ExitVote):
         if self._is_at_end:
             self._withdraw_appointments(now_s, lambda _: True)
         if hold:
-            self._withdraw_appointments(
-                now_s, lambda r: not r.is_verdict_pending
-            )  # all other appointments give way to the last one
+            # All other appointments give way to the last one.
+            self._withdraw_appointments(now_s, lambda r: not r.is_verdict_pending)
         elif extra:
             far = max(steps, default=0) + LEAD_MIN
             self._withdraw_appointments(now_s, lambda r: r.version.step > far)
@@ -577,8 +536,7 @@ class Scheduler(ExitVote):
             self._extra_tries_left += self._extra_version is not None
         if not self._can_appoint() or self._save_requests or self._open_attempts():
             return
-        by_clock = now_s >= self._appoint_due_s
-        if self._start_step is None or not (hold or extra or by_clock):
+        if self._start_step is None or not (hold or extra or now_s >= self._appoint_due_s):
             return
         slot = self._find_free_slot()
         if slot is None or not (hold or extra or self._can_spare_slot(slot)):
@@ -594,9 +552,8 @@ class Scheduler(ExitVote):
         self._extra_tries_left -= extra
         attempt.is_announced = True
         kind = WordKind.HOLD if hold else WordKind.TAKE
-        self._actions.append(
-            SetWord(slot.number, ControlWord(attempt.number, slot.number, kind, version.step, version.sub))
-        )
+        word = ControlWord(attempt.number, slot.number, kind, version.step, version.sub)
+        self._actions.append(SetWord(slot.number, word))
         self._appoint_due_s = now_s + self._interval_s
 
     def _skip_due_snapshots(self, now_s: float) -> None:
@@ -645,9 +602,9 @@ class Scheduler(ExitVote):
         return max(LEAD_MIN, math.ceil(2 * self._latency_s * per_s))
 
     def _release_leaving_ranks(self, now_s: float) -> None:
-        newest = self.newest_slot.attempt if self.newest_slot else None
+        newest = self.newest
         busy = self.is_at_work and not (self.is_only_replicating and self._is_all_stored(newest))
-        if busy or self._open_attempts() or (self.is_former_committing and self.newest_slot is None):
+        if busy or self._open_attempts() or (self.is_former_committing and newest is None):
             return
         unsaved = (
             newest is not None
@@ -686,11 +643,10 @@ class Scheduler(ExitVote):
         member = self.rank_states[rank]
         return "died" if member.presence is Presence.DEAD else "is away" if member.is_away else "left"
 
-    def _awaits_commit(self, slot: Slot) -> bool:
-        """True if the slot's attempt waits to be committed and must not be skipped."""
-        attempt = slot.attempt
-        is_new = slot.state is SlotState.COMPLETE and attempt is not None and attempt.commit_state is WorkState.NEW
-        return is_new and attempt is not None and self._must_be_stored(attempt)
+    def _awaits_commit(self, attempt: SaveAttempt) -> bool:
+        """True if the attempt waits to be committed and must not be skipped."""
+        is_new = attempt.state is SlotState.COMPLETE and attempt.commit_state is WorkState.NEW
+        return is_new and self._must_be_stored(attempt)
 
     def _must_be_stored(self, attempt: SaveAttempt) -> bool:
         """True if the attempt must reach the store even if newer ones exist. A policy-due save need not while the store
@@ -702,15 +658,15 @@ class Scheduler(ExitVote):
         """A slot, of `slots` if given, that is free and warm on all ranks; else None. A job's only slot counts if its
         attempt is committed; it is then freed."""
         for slot in self._used_slots if slots is None else slots:
-            if slot.is_making_arenas or slot.leases or not self._has_fitting_arenas(slot):
+            if slot.is_making_arenas or slot.leases or len(slot.warm_ranks) < self.world:
                 continue
-            if len(slot.warm_divisions) < self.world or set(slot.warm_divisions.values()) != {self.division}:
+            if not (self.division and self._has_fitting_arenas(slot)):
                 continue
-            if slot.state is SlotState.FREE:
-                return slot
-            if self._can_reuse_only_slot(slot):
-                self._free_slot(slot)
-                return slot
+            if slot.attempt is not None:
+                if not self._can_reuse_only_slot(slot):
+                    continue
+                self._free_slot(slot.attempt)
+            return slot
         return None
 
     def _can_spare_slot(self, slot: Slot) -> bool:
@@ -718,61 +674,53 @@ class Scheduler(ExitVote):
         may take as long as a commit beside training. The hold might then have to wait for a slot that is being
         committed."""
         others = [each for each in self._used_slots if each is not slot]
-        if not any(each.state is SlotState.FREE and not each.leases for each in others):
+        if all(each.attempt or each.leases for each in others) or self._find_free_slot(others) is not None:
             return True
-        if self._find_free_slot(others) is not None:
-            return True
-        rest = [
-            s.attempt
-            for s in others
-            if s.state in (SlotState.STAGED, SlotState.COMPLETE) and not s.leases and s.attempt
-        ]
+        staged = (SlotState.STAGED, SlotState.COMPLETE)
+        rest = [each.attempt for each in others if each.attempt and each.attempt.state in staged and not each.leases]
         next_one = self.committing_slot is None and any(attempt.commit_state is WorkState.NEW for attempt in rest)
         return len(rest) > next_one  # a newer complete attempt frees the others
 
     def _can_reuse_only_slot(self, slot: Slot) -> bool:
         """True if this is the only slot in use and its attempt is in the store. It is False while a retired slot still
         holds an older attempt, which would become the newest again."""
-        done = (
-            slot.attempt is not None
-            and slot.attempt.commit_state is WorkState.DONE
-            and not slot.attempt.is_verdict_pending
-        )
-        alone = self.slot_limit == 1 and all(each.state is SlotState.FREE for each in self.slots if each is not slot)
-        return alone and slot.state is SlotState.COMPLETE and done
+        alone = self.slot_limit == 1 and not any(each.attempt for each in self.slots if each is not slot)
+        attempt = slot.attempt
+        if not alone or attempt is None or attempt.state is not SlotState.COMPLETE:
+            return False
+        return attempt.commit_state is WorkState.DONE and not attempt.is_verdict_pending
 
     def _open_attempt(self, slot: Slot, why: SaveReason, version: Version, now_s: float) -> SaveAttempt:
         number = self._next_attempt_number
         self._next_attempt_number = number % ATTEMPT_MAX + 1
         # Forget what was reported of a failed attempt at this version.
         self._level_messages = {key: body for key, body in self._level_messages.items() if key[0] != version}
-        slot.state = SlotState.GRANTED
-        slot.attempt = SaveAttempt(
-            number, slot.number, why, version, self.division, now_s, sum(self._needed_arena_bytes)
-        )
+        size = sum(self._needed_arena_bytes)
+        slot.attempt = SaveAttempt(number, slot.number, why, version, self.division, now_s, size)
         return slot.attempt
 
     def _withdraw_appointments(self, now_s: float, which: Callable[[SaveAttempt], bool]) -> bool:
         """Withdraws announced appointments that no rank has staged, so nothing is lost. Returns False if there are
         none."""
-        found = [(slot, r) for slot, r in self._open_attempts() if r.is_announced and not r.staged_ranks and which(r)]
-        for slot, attempt in found:
-            self._drop_attempt(slot, attempt, now_s)
+        found = [r for r in self._open_attempts() if r.is_announced and not r.staged_ranks and which(r)]
+        for attempt in found:
+            self._drop_attempt(attempt, now_s)
         return bool(found)
 
-    def _abandon_attempt(self, slot: Slot, attempt: SaveAttempt, why: str, now_s: float) -> None:
+    def _abandon_attempt(self, attempt: SaveAttempt, why: str, now_s: float) -> None:
         message = f"the snapshot at {attempt.version} was given up: {why}"
-        if (
-            attempt.staged_ranks or attempt.miss_reason or attempt.is_explicit
-        ):  # else no rank had reached it: nothing is lost
+        is_awaited = bool(attempt.staged_ranks) or attempt.is_explicit
+        # Else no rank had reached it: nothing is lost.
+        if is_awaited or attempt.miss_reason:
             self._actions.append(Emit("save.abandoned", message, attempt.is_explicit))
-        if attempt.staged_ranks or attempt.is_explicit:  # else no rank waits for it, except one that is just staging it
+        # Else no rank waits for it, except one that is just staging it.
+        if is_awaited:
             self._report_level(attempt.version, "local", False, why)
         if attempt.is_explicit:
             self.last_error = message
-        self._drop_attempt(slot, attempt, now_s)
+        self._drop_attempt(attempt, now_s)
 
-    def _drop_attempt(self, slot: Slot, attempt: SaveAttempt, now_s: float) -> None:
+    def _drop_attempt(self, attempt: SaveAttempt, now_s: float) -> None:
         self._clear_control_word(attempt)
         self._abandoned_attempts.append(attempt.number)
         if attempt.is_verdict_pending:
@@ -780,14 +728,13 @@ class Scheduler(ExitVote):
         if attempt.reason is SaveReason.STEP and self.policy.seconds is not None:
             self._retry_count = min(self._retry_count + 1, 16)
             self._appoint_due_s = attempt.opened_s + min(2.0 ** (self._retry_count - 1), RETRY_S_MAX, self._interval_s)
-        self._free_slot(slot)
+        self._free_slot(attempt)
 
-    def _free_slot(self, slot: Slot) -> None:
-        if slot.attempt is not None and slot is self.replicated_slot:
-            self._actions.append(ReplicaDegraded(slot.attempt.version))
-        slot.state = SlotState.FREE
-        slot.attempt = None
-        self._actions.append(ClearSlot(slot.number))
+    def _free_slot(self, attempt: SaveAttempt) -> None:
+        if attempt is self.replicated:
+            self._actions.append(ReplicaDegraded(attempt.version))
+        self.slots[attempt.slot].attempt = None
+        self._actions.append(ClearSlot(attempt.slot))
 
     def _clear_control_word(self, attempt: SaveAttempt) -> None:
         if attempt.is_announced:
@@ -801,8 +748,8 @@ class Scheduler(ExitVote):
             merged.update(self._save_requests[rank].metrics)
         return merged
 
-    def _stage_answer(self, slot: Slot, attempt: SaveAttempt) -> dict[str, Any]:
-        return {"saved": False, "attempt": attempt.number, "slot": slot.number, "division": attempt.division}
+    def _stage_answer(self, attempt: SaveAttempt) -> dict[str, Any]:
+        return {"saved": False, "attempt": attempt.number, "slot": attempt.slot, "division": attempt.division}
 
     def _saved_answer(self, attempt: SaveAttempt) -> dict[str, Any]:
         level = "store" if attempt.commit_state is WorkState.DONE else "local"

@@ -203,13 +203,7 @@ class ClusterStartup(NodeMemory):
     def _drop_lent_replicas(self) -> None:
         """Has the memory-only nodes drop the replicas of a job that has ended and whose newest checkpoint is stored."""
         job = self.current_job
-        newest = job.scheduler.newest_slot if job is not None and job.is_finished else None
-        if (
-            job is not None
-            and newest is not None
-            and newest.attempt is not None
-            and newest.attempt.commit_state is WorkState.DONE
-        ):
+        if job is not None and job.is_finished and job.scheduler.newest_commit_state is WorkState.DONE:
             self.memory_nodes.broadcast_hint({"t": "epoch-ended", "epoch": str(job.epoch)})
 
     def _on_memory_nodes_changed(self) -> None:
@@ -388,7 +382,7 @@ class ClusterStartup(NodeMemory):
             if self.network is not None:
                 self.network.notify(node.name, {"t": "drop-older-epochs", "epoch": str(job.epoch)})
         # Else the replicas of former epochs may be all that survives this node.
-        if job.scheduler.replicated_slot is not None or job.scheduler.committed_version is not None:
+        if job.scheduler.replicated is not None or job.scheduler.committed_version is not None:
             self.memory_nodes.broadcast_hint({"t": "drop-older-epochs", "epoch": str(job.epoch)})
 
     def _drop_older_epochs(self, before: Epoch) -> None:
@@ -464,7 +458,7 @@ class ClusterStartup(NodeMemory):
         network, identity, group = self.network, job.claim.parent if job.claim is not None else None, job.scheduler
         if not job.needs_restart_survey or job.plan is None or self.memory_nodes.has_pending_nodes:
             return
-        if group.newest_slot is not None and group.is_survey_pending:
+        if group.newest is not None and group.is_survey_pending:
             return
         job.needs_restart_survey = False
         if identity is None or network is None:

@@ -193,12 +193,8 @@ class Startup(ClusterStartup):
             self._guard_start(start, lambda: self._survey_previous_nodes(start))
             if self._start is not start or start.pending_nodes:
                 return
-        staged = any(
-            slot.state is SlotState.STAGED
-            for job in self.former_jobs
-            if not job.internal_error
-            for slot in job.scheduler.slots
-        )
+        sound = [job for job in self.former_jobs if not job.internal_error]
+        staged = any(job.scheduler.attempts(SlotState.STAGED) for job in sound)
         if staged and time.monotonic() < start.began_s + STAGED_WAIT_S:
             return
         self._guard_start(start, lambda: self._choose_candidate(start))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.state.accounting import Accounting, Phase
-from ckpt.agent.state.job_facts import SaveReason, SlotState, WorkState
+from ckpt.agent.state.job_facts import SaveAttempt, SaveReason, SlotState, WorkState
 from ckpt.events import Event, JsonLines
 from ckpt.ipc.messages import Message
 from ckpt.policy.failures import Failure
@@ -167,9 +167,7 @@ class Status:
             return Phase.DOWN
         if group.all_gone:
             return Phase.DOWN if str(job.epoch) in self._interrupted_epochs else Phase.IDLE
-        leaves = ranks.any_gone or any(
-            s.attempt is not None and s.attempt.reason is SaveReason.EXIT for s in group.slots
-        )
+        leaves = ranks.any_gone or any(attempt.reason is SaveReason.EXIT for attempt in group.attempts())
         return Phase.ENDING if leaves else Phase.TRAINING
 
     def _write_account(self) -> None:
@@ -219,25 +217,22 @@ def job_facts(job: Job) -> dict[str, Any]:
     """The facts of one job: which checkpoints are on their way to which level, how often it saves, and why."""
     now_s, group = time.monotonic(), job.scheduler
     facts: dict[str, Any] = {"step_s": group.step_timing.boundary_interval_s, "under_way": [], "rates": {}}
-    for slot in group.slots:
-        attempt = slot.attempt
-        if attempt is None:
-            continue
-        about = {"step": attempt.version.step, "version": str(attempt.version), "asked": attempt.reason.value}
-        if slot.state is SlotState.GRANTED:
-            about |= {"staged": len(attempt.staged_ranks), "of": job.world, "for_s": now_s - attempt.opened_s}
-            facts["under_way"].append({"level": "local", "state": "appointed", **about})
-        elif slot.state is SlotState.STAGED:
-            since_s = attempt.all_staged_s
-            about |= {"for_s": now_s - since_s if since_s is not None else None}
-            facts["under_way"].append({"level": "local", "state": "hashed", **about})
-        elif slot.number == group.replicating_slot:
-            facts["under_way"].append({"level": "peer", "state": "copied", **about, "for_s": None})
-        if slot.state is SlotState.COMPLETE and attempt.commit_state in (WorkState.RUNNING, WorkState.FAILED):
-            since_s = attempt.commit_began_s
-            about |= {"for_s": now_s - since_s if since_s is not None else None}
-            state = "committed" if attempt.commit_state is WorkState.RUNNING else "failed"
-            facts["under_way"].append({"level": "store", "state": state, **about})
+
+    def add(attempt: SaveAttempt, level: str, state: str, since_s: float | None, **more: int) -> None:
+        about = {"step": attempt.version.step, "version": str(attempt.version), "asked": attempt.reason.value, **more}
+        for_s = now_s - since_s if since_s is not None else None
+        facts["under_way"].append({"level": level, "state": state, **about, "for_s": for_s})
+
+    for attempt in group.attempts():
+        if attempt.state is SlotState.GRANTED:
+            add(attempt, "local", "appointed", attempt.opened_s, staged=len(attempt.staged_ranks), of=job.world)
+        elif attempt.state is SlotState.STAGED:
+            add(attempt, "local", "hashed", attempt.all_staged_s)
+        elif attempt.slot == group.replicating_slot:
+            add(attempt, "peer", "copied", None)
+        if attempt.state is SlotState.COMPLETE and attempt.commit_state in (WorkState.RUNNING, WorkState.FAILED):
+            is_running = attempt.commit_state is WorkState.RUNNING
+            add(attempt, "store", "committed" if is_running else "failed", attempt.commit_began_s)
     learning, policy = job.cost_model, group.policy
     levels = ("local", "peer", "store") if group.is_replication_on else ("local", "store")
     if learning is not None:
@@ -249,18 +244,14 @@ def job_facts(job: Job) -> dict[str, Any]:
             for each in Failure
         }
     if learning is None or not job.is_adaptive:
-        what = {"interval_s": policy.seconds, "interval_steps": policy.steps, "by": "every"}
-        facts["intervals"] = {level: dict(what) for level in levels}
+        every = {"interval_s": policy.seconds, "interval_steps": policy.steps, "by": "every"}
+        facts["intervals"] = {level: dict(every) for level in levels}
         return facts
     decision = learning.decision
-    chosen: dict[str, tuple[float, str]] = {}
     # Every snapshot is replicated, hence one interval for both levels.
-    for level in levels:
-        chosen[level] = decision.local_s, decision.local_by
-    chosen["store"] = decision.store_s, decision.store_by
-    facts["intervals"] = {
-        level: {"interval_s": seconds, "interval_steps": None, "by": by} for level, (seconds, by) in chosen.items()
-    }
+    often = {"interval_s": decision.local_s, "interval_steps": None, "by": decision.local_by}
+    facts["intervals"] = {level: dict(often) for level in levels}
+    facts["intervals"]["store"] |= {"interval_s": decision.store_s, "by": decision.store_by}
     facts["saving"], facts["overhead"] = decision.saving_share, decision.overhead
     facts["unmet"] = list(decision.unmet_limits)
     return facts

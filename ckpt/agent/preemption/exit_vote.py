@@ -92,8 +92,7 @@ class ExitVote(Preemption):
     def record_hold(self, rank: int, number: int, request: Request) -> None:
         """The rank has staged and waits for the verdict on save attempt `number`. If the attempt is unknown the answer
         is: go on; unless other ranks may have been told to leave by it, see `_answer_unknown_holds`."""
-        slot = self._slot_of(number)
-        attempt = slot.attempt if slot is not None else None
+        attempt = self._attempt_of(number)
         if (number and self._leave_attempt_number == number) or self.is_lost_cause or self._is_end_ordered:
             self._answer_hold(request, True)
         elif attempt is None and not self.is_single_node:
@@ -185,7 +184,7 @@ class ExitVote(Preemption):
         attempt = next(
             (
                 attempt
-                for _, attempt in self._open_attempts()
+                for attempt in self._open_attempts()
                 if attempt.held_requests and len(attempt.staged_ranks) < self.world
             ),
             None,

@@ -28,7 +28,7 @@ from ckpt.agent.preemption.notice_relay import (
     event_to_acknowledge,
 )
 from ckpt.agent.state.actions import Acknowledge, Emit, WriteOutcome
-from ckpt.agent.state.job_facts import REJOIN_S, SaveAttempt, SaveReason, Slot, SlotState, WorkState
+from ckpt.agent.state.job_facts import REJOIN_S, SaveAttempt, SaveReason, SlotState, WorkState
 from ckpt.agent.state.rank_presence import RankState
 from ckpt.agent.state.replica_state import ReplicaState
 from ckpt.agent.state.retention_rule import survives_nodes
@@ -236,7 +236,7 @@ class Preemption(ReplicaState):
                 times += [max(now_s, due_s)] if due_s is not None else []
                 last_s = each.deadline_s - self.expected_save_s()
                 times += [last_s] if last_s > now_s else []
-        if any(attempt.is_announced and not attempt.version.sub for _, attempt in self._open_attempts()):
+        if any(attempt.is_announced and not attempt.version.sub for attempt in self._open_attempts()):
             # The ranks may poll for long before they come to the appointed step.
             times.append(now_s + MEASURE_S_MIN)
         back_s = [
@@ -283,15 +283,14 @@ class Preemption(ReplicaState):
             self._pending_report = Report("left", "", deadline_s, self._exit_notice_texts())
 
     def _measure_saves(self, now_s: float) -> None:
-        for slot in self.slots:
-            attempt = slot.attempt
-            if attempt is None or not attempt.staged_ranks:
+        for attempt in self.attempts(SlotState.STAGED, SlotState.COMPLETE):
+            if not attempt.staged_ranks:
                 continue
-            if slot.state is SlotState.STAGED and attempt.all_staged_s is None:
+            if attempt.state is SlotState.STAGED and attempt.all_staged_s is None:
                 attempt.all_staged_s = now_s
                 self._last_stall_s = max(attempt.staged_ranks.values())
             elif (
-                slot.state is SlotState.COMPLETE
+                attempt.state is SlotState.COMPLETE
                 and attempt.hash_duration_s is None
                 and attempt.all_staged_s is not None
             ):
@@ -323,10 +322,9 @@ class Preemption(ReplicaState):
             self._is_extra_requested = False
             self._extra_version, self._extra_tries_left = Version(max(steps, default=0)), EXTRA_TRIES
             self._extra_commit_version = self._extra_version
-        newest = self.newest_slot
         if self._extra_version is None:
             return
-        reached = newest is not None and newest.attempt is not None and newest.attempt.version >= self._extra_version
+        reached = self.newest is not None and self.newest.version >= self._extra_version
         in_vain = self._extra_tries_left <= 0 and not self._open_attempts()
         asked = not all(each.causes_exit for each in self.notices.values())
         self._extra_commit_version = self._extra_commit_version if asked else None
@@ -338,9 +336,7 @@ class Preemption(ReplicaState):
         extra = self._extra_version
         if extra is None or self._extra_tries_left <= 0:
             return False
-        return not any(
-            s.state is SlotState.STAGED and s.attempt is not None and s.attempt.version >= extra for s in self.slots
-        )
+        return not any(attempt.version >= extra for attempt in self.attempts(SlotState.STAGED))
 
     def _would_delay_last_snapshot(self, now_s: float) -> bool:
         """Whether committing the complete checkpoint would delay the last snapshot, which still fits, past the
@@ -350,13 +346,12 @@ class Preemption(ReplicaState):
             return False
         return 0 <= deadline_s - now_s - self.expected_save_s() < self._save_estimate_s
 
-    def _delays_last_commit(self, slot: Slot, now_s: float) -> bool:
-        """Whether the commit of that slot keeps the last snapshot, at which all ranks leave, out of the store. The last
+    def _delays_last_commit(self, older: SaveAttempt, now_s: float) -> bool:
+        """Whether the commit of `older` keeps the last snapshot, at which all ranks leave, out of the store. The last
         commit would fit alone and not behind the other, by measured times. If both fit, or neither, the older one goes
         first: it may be all that is saved."""
-        newest, deadline_s, took = self.newest_slot, self.deadline_s(now_s), self._save_timing
-        last, older = newest.attempt if newest is not None else None, slot.attempt
-        if last is None or older is None or last is older or took is None or deadline_s is None or self.superseded_by:
+        last, deadline_s, took = self.newest, self.deadline_s(now_s), self._save_timing
+        if last is None or last is older or took is None or deadline_s is None or self.superseded_by:
             return False
         if last.reason is not SaveReason.HOLD or not last.verdict or last.commit_state is not WorkState.NEW:
             return False
@@ -368,7 +363,7 @@ class Preemption(ReplicaState):
     def _waits_for_agent(self, now_s: float) -> bool:
         """Whether the last commit waits for a lost agent to restart. Its node has a rank that waits to leave, and a
         part to write. False if the checkpoint is replicated, or if the agent is late."""
-        attempt = self.newest_slot.attempt if self.newest_slot is not None else None
+        attempt = self.newest
         if attempt is None or attempt.replication_state is WorkState.DONE or self._is_commit_stopped:
             return False
         return any(
@@ -388,8 +383,7 @@ class Preemption(ReplicaState):
     def _report_outcome(self, now_s: float) -> None:
         """Reports the outcome once what was saved is settled. If that takes up to the deadline, the report is made
         shortly before the deadline, and repeated when more is saved."""
-        report, newest = self._pending_report, self.newest_slot
-        attempt = newest.attempt if newest is not None else None
+        report, attempt = self._pending_report, self.newest
         if report is None:
             return
         store = attempt.commit_state if attempt is not None else WorkState.DONE
@@ -404,7 +398,7 @@ class Preemption(ReplicaState):
             return
         level = "none" if attempt is None else "store" if store is WorkState.DONE else self._level_in_memory(attempt)
         version = attempt.version if attempt is not None else None
-        safe = self.replicated_slot.attempt if self.replicated_slot is not None else None
+        safe = self.replicated
         peer_tick = safe.version if safe is not None and self._level_in_memory(safe) == "peer" else None
         saved = level, version, self.committed_version, peer_tick, self.last_error
         self._is_exit_committed = report.outcome == "left" and level == "store"

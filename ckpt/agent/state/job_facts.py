@@ -44,7 +44,7 @@ class SaveReason(enum.Enum):
 
 
 class SlotState(enum.Enum):
-    """The state of a slot."""
+    """The state of a slot: that of the save attempt in it, or FREE."""
 
     FREE = "free"
     GRANTED = "granted"  # announced or granted: ranks may be filling it
@@ -61,7 +61,7 @@ class WorkState(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SaveAttempt:
     """One save attempt: a version, in one slot, under one division."""
 
@@ -72,6 +72,7 @@ class SaveAttempt:
     division: str
     opened_s: float
     memory_bytes: int = 0  # memory of all ranks' arenas
+    state: SlotState = SlotState.GRANTED
     staged_ranks: dict[int, float] = field(default_factory=dict)  # rank -> stall in seconds
     is_announced: bool = False  # by a control word
     miss_reason: str = ""  # reason to abandon the attempt
@@ -103,14 +104,17 @@ class Slot:
     """One slot: an arena on each rank. `bytes`: the sizes of the arenas, by rank; () if there are none."""
 
     number: int
-    state: SlotState = SlotState.FREE
     attempt: SaveAttempt | None = None
     leases: int = 0
     arena_bytes: tuple[int, ...] = ()
     is_making_arenas: bool = False
     is_handed_out: bool = False  # some rank or its agent may have an arena of the slot
     is_offered: bool = False  # to all ranks, since the last division
-    warm_divisions: dict[int, str] = field(default_factory=dict)  # rank -> division its arena is bound for
+    warm_ranks: set[int] = field(default_factory=set)  # ranks whose arena is bound for the present division
+
+    @property
+    def state(self) -> SlotState:
+        return SlotState.FREE if self.attempt is None else self.attempt.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,7 @@ class JobFacts:
         self._needed_arena_bytes: tuple[int, ...] = ()  # arena bytes per rank under the current division
         # By slot: the sizes of its arenas and those needed as last compared, and whether they fit.
         self._arena_fits: dict[int, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
-        self._layouts_version = 0
+        self.layouts_version = 0
         self._divided_layouts_version = 0
         self._is_dividing = False
         self._save_requests: dict[int, SaveRequest] = {}
@@ -241,13 +245,12 @@ class JobFacts:
         self._save_requests.pop(rank, None)
         # The refusal may come from that node being unreachable: plan anew once the rank is back.
         if self.refusal_reason:
-            self.record_layout(rank)
-        for _, attempt in self._open_attempts():
+            self.record_layout()
+        for attempt in self._open_attempts():
             if rank not in attempt.staged_ranks:
                 attempt.miss_reason = attempt.miss_reason or f"the connection of rank {rank} was lost"
-        for slot in self.slots:
-            if slot.attempt is not None:
-                slot.attempt.held_requests.pop(rank, None)
+        for attempt in self.attempts():
+            attempt.held_requests.pop(rank, None)
 
     def record_death(self, rank: int) -> None:
         """The rank's process is dead."""
@@ -257,22 +260,22 @@ class JobFacts:
         if member.presence is Presence.HERE or member.is_away:
             member.presence, member.is_away = Presence.DEAD, False
 
-    def record_layout(self, rank: int) -> None:
-        """The rank's state has another structure, or needs larger arenas: a new division is due, and saves wait."""
-        self._layouts_version += 1
+    def record_layout(self) -> None:
+        """A rank's state has another structure, or needs larger arenas: a new division is due, and saves wait."""
+        self.layouts_version += 1
         self.refusal_reason = ""
 
     def record_division(self, layouts_version: int, division: str, arena_bytes: tuple[int, ...], slots: int) -> bool:
         """Outcome of `Divide`: the division of the layouts of that version. `slots`: the number that fits into memory.
         Returns whether the division is current: then send each rank its part; else another one is made."""
         self._is_dividing = False
-        if layouts_version != self._layouts_version:
+        if layouts_version != self.layouts_version:
             return False
         self._divided_layouts_version = layouts_version
         self.division = division
         for slot in self.slots:
             slot.is_offered = False
-            slot.warm_divisions.clear()
+            slot.warm_ranks.clear()
         self._needed_arena_bytes = arena_bytes
         self.slot_limit = slots
         self.refusal_reason = (
@@ -283,7 +286,7 @@ class JobFacts:
     def record_division_failure(self, layouts_version: int, message: str) -> None:
         """Outcome of `Divide`: there is no division. `message`: the reason, for ranks that ask to save."""
         self._is_dividing = False
-        if layouts_version != self._layouts_version:
+        if layouts_version != self.layouts_version:
             return
         self._divided_layouts_version = layouts_version
         self.division = ""
@@ -300,7 +303,7 @@ class JobFacts:
         """A node lost its arenas of that slot. All arenas of the slot are made anew once the slot is free."""
         entry = self.slots[slot]
         entry.is_offered = False
-        if entry.state is SlotState.FREE and not entry.leases:
+        if entry.attempt is None and not entry.leases:
             entry.arena_bytes = ()
 
     def limit_slots(self, slots: int, message: str) -> None:
@@ -317,7 +320,7 @@ class JobFacts:
     def record_warm_arena(self, rank: int, slot: int, division: str) -> None:
         """The rank has mapped its arena of this slot, and bound it for this division."""
         if 0 <= slot < len(self.slots) and not self.slots[slot].is_making_arenas and division == self.division:
-            self.slots[slot].warm_divisions[rank] = division
+            self.slots[slot].warm_ranks.add(rank)
 
     def record_start(self, step: int, now_s: float) -> None:
         """The restore has ended, and training goes on after `step`. From now on snapshots are appointed."""
@@ -342,13 +345,9 @@ class JobFacts:
 
     def require_commit(self, version: Version, why: SaveReason = SaveReason.SAVE) -> None:
         """A rank waits for the commit of that snapshot: it is not skipped. `why`: EXIT at the end of the block."""
-        for slot in self.slots:
-            if (
-                slot.attempt is not None
-                and slot.attempt.version == version
-                and slot.attempt.reason in (SaveReason.STEP, SaveReason.SAVE, SaveReason.DUE)
-            ):
-                slot.attempt.reason = why
+        for attempt in self.attempts():
+            if attempt.version == version and attempt.reason in (SaveReason.STEP, SaveReason.SAVE, SaveReason.DUE):
+                attempt.reason = why
 
     def record_agent_restart(self, now_s: float) -> None:
         """This agent was restarted beside trainers at work."""
@@ -372,7 +371,7 @@ class JobFacts:
         # In a takeover there are none: `end_takeover` tells all ranks.
         if self.is_taking_over:
             return []
-        versions = {s.attempt.version for s in self.slots if s.attempt is not None and not s.attempt.miss_reason}
+        versions = {attempt.version for attempt in self.attempts() if not attempt.miss_reason}
         versions |= {version for version, _ in self._level_messages}
         known = {"t": "known-versions", "versions": sorted(map(str, versions))}
         return [known, *({**body, "repeated": True} for body in self._level_messages.values())]
@@ -381,7 +380,7 @@ class JobFacts:
         self, rank: int, number: int, version: Version, slot: int, division: str, stall_s: float
     ) -> None:
         """The rank has staged its snapshot for that save attempt. `stall_s`: the pause of its training."""
-        attempt = self._open_attempt_of(number)
+        attempt = self._attempt_of(number, SlotState.GRANTED)
         if attempt is None:
             # The attempt was withdrawn while this rank staged: only this rank expects a result.
             if number in self._abandoned_attempts:
@@ -396,7 +395,7 @@ class JobFacts:
     def record_miss(self, rank: int, number: int, why: str, updates: tuple[int, int] = (0, 0)) -> None:
         """The rank cannot stage that save attempt. `why`: "late", WAITING or AMID, or a text. `updates`: a step with an
         optimizer update, and the steps from one update to the next; 0: unknown."""
-        attempt = self._open_attempt_of(number)
+        attempt = self._attempt_of(number, SlotState.GRANTED)
         if attempt is None:
             return
         if why == "late":
@@ -428,7 +427,7 @@ class JobFacts:
     def record_unsavable(self, rank: int, version: Version, why: str) -> None:
         """The rank cannot save that version, or has given it up; the others ask for it."""
         self._unsavable_versions[rank] = version, why
-        for _, attempt in self._open_attempts():
+        for attempt in self._open_attempts():
             if attempt.version == version and rank not in attempt.staged_ranks:
                 attempt.miss_reason = attempt.miss_reason or f"rank {rank} missed it ({why})"
 
@@ -442,15 +441,13 @@ class JobFacts:
 
     def record_assembly(self, slot: int, number: int, error: str) -> None:
         """Outcome of `Assemble`. `error`: "" if the checkpoint is complete."""
-        entry = self.slots[slot]
-        attempt = entry.attempt
-        if entry.state is not SlotState.STAGED or attempt is None or attempt.number != number:
+        attempt = self.slots[slot].attempt
+        if attempt is None or attempt.state is not SlotState.STAGED or attempt.number != number:
             return
         if error:
-            entry.state = SlotState.GRANTED
-            attempt.miss_reason = error
+            attempt.state, attempt.miss_reason = SlotState.GRANTED, error
             return
-        entry.state = SlotState.COMPLETE
+        attempt.state = SlotState.COMPLETE
         self._latency_s = max(self._latency_s / 2, LATENCY_S)
         self._retry_count = 0
         self.step_timing.record_completion()
@@ -465,19 +462,19 @@ class JobFacts:
         """Outcome of `Commit`. `error`: "" if the record is in the store. `passes`: the error is transient.
         Ranks that wait for this commit at their end then hear of no failure: the commit is tried again, and they decide
         how long to wait."""
-        entry = self.slots[slot]
+        attempt = self.slots[slot].attempt
+        assert attempt is not None  # the slot was leased
         self.committing_slot = None
-        entry.leases -= 1
+        self.release_lease(slot)
         self._commit_failures = min(self._commit_failures + 1, 16) if error else 0
         self._retry_commit_s = now_s + min(2.0**self._commit_failures, RETRY_S_MAX) if error else math.inf
-        if entry.attempt is not None:
-            entry.attempt.commit_state = WorkState.FAILED if error else WorkState.DONE
-            is_tried_again = error and passes and entry.attempt.reason is SaveReason.EXIT and not self._is_rank_gone()
-            if not is_tried_again:
-                self._report_level(entry.attempt.version, "store", not error, error)
-            # The newest counts: an older checkpoint may be committed after a newer one.
-            if not error:
-                self.committed_version = max(entry.attempt.version, self.committed_version or entry.attempt.version)
+        attempt.commit_state = WorkState.FAILED if error else WorkState.DONE
+        is_tried_again = error and passes and attempt.reason is SaveReason.EXIT and not self._is_rank_gone()
+        if not is_tried_again:
+            self._report_level(attempt.version, "store", not error, error)
+        # The newest counts: an older checkpoint may be committed after a newer one.
+        if not error:
+            self.committed_version = max(attempt.version, self.committed_version or attempt.version)
         # After a success the error stays while the newest checkpoint's commit has failed.
         if error or self.newest_commit_state is not WorkState.FAILED:
             self.last_error = error
@@ -500,8 +497,8 @@ class JobFacts:
         """Tries the last commit once more: all trainers are gone, and that commit failed or may fail. A superseded
         job commits too: the start that superseded it was given up, and this checkpoint is the newest."""
         self._is_orphaned = bool(self.superseded_by)
-        if self.newest_slot and self.newest_slot.attempt:
-            self.newest_slot.attempt.is_last_try = False
+        if self.newest is not None:
+            self.newest.is_last_try = False
 
     def stop_commits(self) -> None:
         """Begins no further last commit: what is uncommitted stays uncommitted."""
@@ -521,19 +518,21 @@ class JobFacts:
     @property
     def usable_slot_count(self) -> int:
         """The number of slots in use that have fitting arenas or hold a snapshot."""
-        return sum(slot.state is not SlotState.FREE or self._has_fitting_arenas(slot) for slot in self._used_slots)
+        return sum(slot.attempt is not None or self._has_fitting_arenas(slot) for slot in self._used_slots)
 
     def needs_arenas(self, slot: int, arena_bytes: tuple[int, ...]) -> bool:
         """Whether that slot is in use, and needs arenas of exactly these sizes."""
         return self.slots[slot] in self._used_slots and arena_bytes == self._needed_arena_bytes
 
+    def attempts(self, *states: SlotState) -> list[SaveAttempt]:
+        """The save attempts in the slots; if `states` are given, those in one of these states."""
+        held = [slot.attempt for slot in self.slots if slot.attempt is not None]
+        return [attempt for attempt in held if not states or attempt.state in states]
+
     @property
-    def newest_slot(self) -> Slot | None:
-        """The slot of the newest complete checkpoint; None: there is none."""
-        complete = [
-            (s.attempt.version, s.number) for s in self.slots if s.state is SlotState.COMPLETE and s.attempt is not None
-        ]
-        return self.slots[max(complete)[1]] if complete else None
+    def newest(self) -> SaveAttempt | None:
+        """The newest complete checkpoint; None: there is none."""
+        return max(self.attempts(SlotState.COMPLETE), key=lambda each: (each.version, each.slot), default=None)
 
     @property
     def has_uncommitted_newest(self) -> bool:
@@ -547,15 +546,7 @@ class JobFacts:
     @property
     def newest_commit_state(self) -> WorkState | None:
         """The outcome of the newest complete checkpoint's commit; None: there is no such checkpoint."""
-        return (
-            self.newest_slot.attempt.commit_state
-            if self.newest_slot is not None and self.newest_slot.attempt is not None
-            else None
-        )
-
-    @property
-    def layouts_version(self) -> int:
-        return self._layouts_version
+        return self.newest.commit_state if self.newest is not None else None
 
     @property
     def all_gone(self) -> bool:
@@ -595,7 +586,7 @@ class JobFacts:
         return sorted(
             self.slots,
             key=lambda slot: (
-                slot.state is SlotState.FREE and not slot.leases,
+                slot.attempt is None and not slot.leases,
                 not (slot.arena_bytes or slot.is_making_arenas),
                 slot.number,
             ),
@@ -633,17 +624,12 @@ class JobFacts:
         """The time from which an earlier appointed snapshot is committed, because no later one came."""
         return self._commit_due_s() + (self.policy.seconds or 0.0)
 
-    def _open_attempts(self) -> list[tuple[Slot, SaveAttempt]]:
-        """The save attempts that may still be abandoned, with their slots."""
-        return [
-            (slot, slot.attempt) for slot in self.slots if slot.state is SlotState.GRANTED and slot.attempt is not None
-        ]
+    def _open_attempts(self) -> list[SaveAttempt]:
+        """The save attempts that may still be abandoned."""
+        return self.attempts(SlotState.GRANTED)
 
-    def _slot_of(self, number: int) -> Slot | None:
-        return next((s for s in self.slots if number and s.attempt is not None and s.attempt.number == number), None)
-
-    def _open_attempt_of(self, number: int) -> SaveAttempt | None:
-        return next((attempt for _, attempt in self._open_attempts() if number and attempt.number == number), None)
+    def _attempt_of(self, number: int, *states: SlotState) -> SaveAttempt | None:
+        return next((attempt for attempt in self.attempts(*states) if number and attempt.number == number), None)
 
     def _is_rank_gone(self) -> bool:
         """Whether a rank is gone: then no new save attempt can become complete."""
@@ -652,13 +638,13 @@ class JobFacts:
     @property
     def _is_at_end(self) -> bool:
         """Whether all ranks have ended their blocks and staged their last snapshot: no further boundary comes."""
-        staged = [slot.attempt for slot in self.slots if slot.state in (SlotState.STAGED, SlotState.COMPLETE)]
-        return any(attempt is not None and attempt.reason is SaveReason.EXIT for attempt in staged)
+        staged = self.attempts(SlotState.STAGED, SlotState.COMPLETE)
+        return any(attempt.reason is SaveReason.EXIT for attempt in staged)
 
     @property
     def has_division(self) -> bool:
         """Whether there is a division of the ranks' present layouts."""
-        return bool(self.division) and self._divided_layouts_version == self._layouts_version
+        return bool(self.division) and self._divided_layouts_version == self.layouts_version
 
     def _can_appoint(self) -> bool:
         """Whether the job's state allows an appointment. Due times, free slots and other attempts are checked apart."""
@@ -674,9 +660,7 @@ class JobFacts:
             return False
         if self.rank_states.summary.disconnected:
             return False  # a rank without a connection could not answer
-        attempts = [slot.attempt for slot in self.slots if slot.attempt is not None]
-        holding = any(attempt.is_verdict_pending for attempt in attempts)
-        return self.has_division and not holding
+        return self.has_division and not any(attempt.is_verdict_pending for attempt in self.attempts())
 
     def _report_level(self, version: Version, level: str, ok: bool, message: str) -> None:
         body = {

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ckpt.agent.state.job_facts import RETRY_S_MAX, JobFacts, SaveAttempt, Slot, SlotState, WorkState
+from ckpt.agent.state.job_facts import RETRY_S_MAX, JobFacts, SaveAttempt, SlotState, WorkState
 from ckpt.agent.state.retention_rule import remaining_placement, surviving_nodes
 from ckpt.placement.placement import Kept
 from ckpt.types import Version
@@ -46,15 +46,15 @@ class ReplicaState(JobFacts):
 
     # -- facts
 
-    def begin_replication(self, slot: Slot, attempt: SaveAttempt, now_s: float) -> None:
-        """Replication of that slot has begun; it lasts until `record_replication`."""
+    def begin_replication(self, attempt: SaveAttempt) -> None:
+        """Replication of that attempt has begun; it lasts until `record_replication`."""
         self._is_holder_lost, self._sent_version = False, max(attempt.version, self._sent_version or attempt.version)
         # A version that is already replicated stays so: its other replicas may be in place.
         if attempt.replication_state is not WorkState.DONE:
             attempt.replication_state = WorkState.RUNNING
         attempt.placement = self.placement
-        slot.leases += 1
-        self.replicating_slot = slot.number
+        self.take_lease(attempt.slot)
+        self.replicating_slot = attempt.slot
 
     def why_not_replicated(self, version: Version) -> str | None:
         """Why the version of a `Replicate` is not copied after the survey, as the `error` for `record_replication`;
@@ -68,34 +68,28 @@ class ReplicaState(JobFacts):
     def record_replication(self, slot: int, error: str, now_s: float) -> str:
         """Outcome of `Replicate`. `error`: "" if every replica is where the placement says, and verified.
         Returns why the version is not replicated; "": it is."""
-        entry = self.slots[slot]
-        attempt = entry.attempt
+        attempt = self.slots[slot].attempt
+        assert attempt is not None  # the slot was leased
         if not error and self._is_holder_lost:
             error = HOLDER_LOST
-        kept = attempt.placement if attempt is not None else ()
-        if attempt is not None:
-            before = {each.node: each for each in self._retained_replicas(attempt.version, kept)}
-            kept = tuple(each if each.losses_max else before.get(each.node, each) for each in kept)
+        before = {each.node: each for each in self._retained_replicas(attempt.version, attempt.placement)}
+        kept = tuple(each if each.losses_max else before.get(each.node, each) for each in attempt.placement)
         why_not = error or ("" if _is_complete(kept) else NO_PEER_MEMORY)
         self.replicating_slot = None
-        entry.leases -= 1
+        self.release_lease(slot)
         if not error:
             self._lost_holders.clear()
         self._replication_failures = min(self._replication_failures + 1, 16) if error else 0
         self._retry_replication_s = now_s + min(2.0**self._replication_failures, RETRY_S_MAX) if error else math.inf
-        told = self._level_messages.get((attempt.version, "peer")) if attempt is not None else None
+        told = self._level_messages.get((attempt.version, "peer"))
         is_whole_now = told is not None and not (told["ok"] or why_not)
         # A version that was replicated before this attempt stays so.
-        if attempt is not None and (attempt.replication_state is not WorkState.DONE or is_whole_now):
+        if attempt.replication_state is not WorkState.DONE or is_whole_now:
             attempt.replication_state = WorkState.FAILED if error else WorkState.DONE
             # Where peers keep no replicas, the outcome of the commit answers waits for this level.
             if self.is_replication_on or not error:
                 self._report_level(attempt.version, "peer", not why_not, why_not)
-        if (
-            attempt is not None
-            and not error
-            and (self.replicated_version is None or attempt.version >= self.replicated_version)
-        ):
+        if not error and (self.replicated_version is None or attempt.version >= self.replicated_version):
             self.replicated_version, self.replicated_placement = attempt.version, kept
         return why_not
 
@@ -123,8 +117,7 @@ class ReplicaState(JobFacts):
         # If an agent was lost meanwhile, replicas that it reported may be gone.
         if not self._is_holder_lost:
             self._lost_holders.clear()
-        found = self.replicated_slot.attempt if self.replicated_slot is not None else None
-        under_way = self._replicating_attempt
+        found, under_way = self.replicated, self._replicating_attempt
         # The version under way is reported by `record_replication`.
         if found is not None and found is not under_way:
             found.replication_state = WorkState.DONE
@@ -163,12 +156,10 @@ class ReplicaState(JobFacts):
     # -- queries
 
     @property
-    def replicated_slot(self) -> Slot | None:
-        """The slot of the newest replicated checkpoint; None: there is none, or its slot was reused."""
-        complete = [(slot, slot.attempt) for slot in self.slots if slot.state is SlotState.COMPLETE]
-        return next(
-            (slot for slot, each in complete if each is not None and each.version == self.replicated_version), None
-        )
+    def replicated(self) -> SaveAttempt | None:
+        """The newest replicated checkpoint; None: there is none, or its slot was reused."""
+        complete = self.attempts(SlotState.COMPLETE)
+        return next((each for each in complete if each.version == self.replicated_version), None)
 
     @property
     def retained_version(self) -> Version | None:
@@ -198,10 +189,10 @@ class ReplicaState(JobFacts):
     def _can_evict_replicated(self) -> bool:
         """Whether peers may evict the newest replicated version to make room for a newer one: it is committed, and
         replication failed twice. Attempts under several placements may have left more replicas than planned."""
-        version, stored, newest = self.replicated_version, self.committed_version, self.newest_slot
-        if version is None or stored is None or newest is None or newest.attempt is None:
+        version, stored, newest = self.replicated_version, self.committed_version, self.newest
+        if version is None or stored is None or newest is None:
             return False
-        return self._replication_failures > 1 and version <= stored and version < newest.attempt.version
+        return self._replication_failures > 1 and version <= stored and version < newest.version
 
     @property
     def _is_replicated_superseded(self) -> bool:
@@ -237,13 +228,8 @@ class ReplicaState(JobFacts):
         return self._reduces_protection_of(self.replicated_placement)
 
     def _reduces_protection_of(self, safe: Iterable[Kept]) -> bool:
-        newest, stored = self.newest_slot, self.committed_version
-        copied = self._replicating_attempt or (newest.attempt if newest is not None else None)
-        if (
-            self.replicated_version is None
-            or copied is None
-            or (stored is not None and stored >= self.replicated_version)
-        ):
+        copied, stored = self._replicating_attempt or self.newest, self.committed_version
+        if self.replicated_version is None or copied is None or (stored and stored >= self.replicated_version):
             return False
         if copied.version < self.replicated_version:
             return True  # an older version must not be reported as the newest replicated one
@@ -262,10 +248,10 @@ class ReplicaState(JobFacts):
     def _is_blocked_on_commit(self) -> bool:
         """Whether no slot becomes free before the newest checkpoint is committed: there is one slot only; or, of two,
         the other holds the newest replicated checkpoint, and replication of the newest failed or is off."""
-        newest, safe = self.newest_slot, self.replicated_slot
-        if self.slot_limit != 2 or newest is None or newest.attempt is None or safe in (newest, None):
+        newest, safe = self.newest, self.replicated
+        if self.slot_limit != 2 or newest is None or safe is None or safe is newest:
             return self.slot_limit == 1
-        return newest.attempt.replication_state is WorkState.FAILED or not self.is_replication_on
+        return newest.replication_state is WorkState.FAILED or not self.is_replication_on
 
     @property
     def supersedes_former(self) -> bool:
@@ -273,13 +259,13 @@ class ReplicaState(JobFacts):
         # A checkpoint on this node alone supersedes no replicated one. So it does not suffice while the placement is
         # undecided after an agent restart, or while replicas are wanted and no peer has room.
         elsewhere = self.is_replication_on or self.is_survey_pending or self.is_replication_wanted
-        return self.survives_node_loss or (self.newest_slot is not None and not elsewhere)
+        return self.survives_node_loss or (self.newest is not None and not elsewhere)
 
     @property
     def survives_node_loss(self) -> bool:
         """Whether a checkpoint of this job is committed, or survives the loss of any one node."""
         return self.committed_version is not None or (
-            self.replicated_slot is not None and _is_complete(self._remaining_placement)
+            self.replicated is not None and _is_complete(self._remaining_placement)
         )
 
     @property

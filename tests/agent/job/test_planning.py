@@ -31,7 +31,7 @@ class Planned:
         self.measured = self.placed = 0
         self.said: list[tuple[str, bool]] = []
         self.group = Scheduler(1, Every(seconds=60))
-        self.group.record_layout(0)
+        self.group.record_layout()
         self.carrier = SimpleNamespace(
             scheduler=self.group,
             replication_manager=None,
@@ -104,7 +104,7 @@ def test_a_third_slot_that_was_not_there_at_the_first_save_comes_with_the_next_l
     job = Planned(free=4.5)
     job.free = 9.0
     assert (job.look(), job.measured) == (2, 0)
-    job.group.record_layout(0)
+    job.group.record_layout()
     job.divide("e")
     assert job.look() == 3
 
@@ -199,7 +199,7 @@ def test_where_copies_fail_and_a_node_has_less_memory_than_was_planned_with_it_i
     def copy(error: str) -> None:
         slot = job.group.slots[0]
         assert slot.attempt is not None
-        job.group.begin_replication(slot, slot.attempt, 0.0)
+        job.group.begin_replication(slot.attempt)
         job.group.record_replication(0, error, 0.0)
 
     copy("")
@@ -236,7 +236,7 @@ def test_an_arena_that_is_not_needed_any_more_and_could_not_be_had_says_nothing_
     if meanwhile == "it is not in use any more":
         job.group.limit_slots(2, "another one could not be had")
     elif meanwhile == "the state has grown":
-        job.group.record_layout(0)
+        job.group.record_layout()
         job.group.record_division(job.group.layouts_version, "e", (2 * MIB,), 3)
     failed[0]({}, "it is full")
     assert job.said == ([("memory.short", True)] if meanwhile == "nothing" else [])

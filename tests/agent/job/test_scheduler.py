@@ -33,9 +33,9 @@ def found_safe(
 
 def hold_snapshot(group: Scheduler, slot: int, version: Version, committed: bool) -> None:
     """That slot holds the complete checkpoint of that version."""
-    found = SaveAttempt(0, slot, SaveReason.STEP, version, group.division, 0.0)
+    found = SaveAttempt(0, slot, SaveReason.STEP, version, group.division, 0.0, state=SlotState.COMPLETE)
     found.commit_state = WorkState.DONE if committed else WorkState.NEW
-    group.slots[slot].state, group.slots[slot].attempt = SlotState.COMPLETE, found
+    group.slots[slot].attempt = found
     group._report_level(version, "local", True, "")
     if committed:
         group.committed_version = max(version, group.committed_version or version)
@@ -64,7 +64,7 @@ class RoundSteps(Scheduler):
         is_soon = self.is_time_to_leave or self._must_appoint_extra()
         if is_soon or self.policy is not self._round:
             return near
-        newest = max((slot.attempt.version.step for slot in self.slots if slot.attempt is not None), default=-1)
+        newest = max((attempt.version.step for attempt in self.attempts()), default=-1)
         return Version(-(-max(near.step, newest + 1) // self._every) * self._every)
 
 
@@ -87,7 +87,7 @@ class Driver:
         self.staged: set[int] = set()  # rounds of due saves
         for rank in range(world):
             self.group.record_join(rank)
-            self.group.record_layout(rank)
+            self.group.record_layout()
         if start_step is not None:
             self.group.record_start(start_step, 0.0)
         self.decide()
@@ -283,9 +283,8 @@ def test_a_due_checkpoint_that_the_failing_store_passes_over_is_counted() -> Non
         due(driver, Version(step))
     passed = [a.data["count"] for a in driver.said if isinstance(a, do.Emit) and a.name == "snapshot.passed"]
     assert sum(passed) == 1, "step 3, while step 2 is tried"
-    assert driver.group.newest_slot is not None
-    assert driver.group.newest_slot.attempt is not None
-    assert driver.group.newest_slot.attempt.version == Version(4)
+    assert driver.group.newest is not None
+    assert driver.group.newest.version == Version(4)
 
 
 def test_what_the_clock_passes_over_for_want_of_a_slot_is_counted() -> None:
@@ -312,9 +311,8 @@ def test_the_exit_takes_what_all_ranks_say_is_still_their_state() -> None:
     assert driver.answers("save")[0] == driver.answers("save")[1]
     assert driver.answers("save")[0]["version"] == str(Version(5, 1))
     driver.commit()
-    assert driver.group.newest_slot is not None
-    assert driver.group.newest_slot.attempt is not None
-    assert driver.group.newest_slot.attempt.metrics == {"loss": 0.0}
+    assert driver.group.newest is not None
+    assert driver.group.newest.metrics == {"loss": 0.0}
 
 
 @pytest.mark.parametrize("other", [None, Version(5)])
@@ -364,7 +362,7 @@ def test_all_that_are_appointed_are_taken_back_for_what_comes_first(what_for: st
     if what_for == "leave":
         assert hold(driver).attempt_number not in before
     else:
-        driver.group.record_layout(0)
+        driver.group.record_layout()
         driver.decide()
         driver.group.record_division(3, "e", (100, 100), SLOTS_CLOSE)
         driver.make_ready()
@@ -515,14 +513,14 @@ def test_what_somebody_reads_is_not_freed_and_not_given_again() -> None:
     driver = Driver(slots=2)
     driver.complete()
     driver.commit()
-    slot = driver.group.newest_slot
-    assert slot is not None
-    driver.group.take_lease(slot.number)
+    read = driver.group.newest
+    assert read is not None
+    driver.group.take_lease(read.slot)
     driver.complete()
     driver.commit()
-    assert slot.state is SlotState.COMPLETE
+    assert driver.group.slots[read.slot].attempt is read
     assert driver.word() is None, "no slot is left to appoint"
-    driver.group.release_lease(slot.number)
+    driver.group.release_lease(read.slot)
     driver.decide()
     assert driver.word() is not None
 
@@ -561,7 +559,7 @@ def test_snapshots_of_a_former_agent_stay_until_a_newer_one_is_safe_where_there_
     group = driver.group = RoundSteps(2)
     for rank in range(2):
         group.record_join(rank)
-        group.record_layout(rank)
+        group.record_layout()
     group.is_replication_on = group.is_survey_pending = copies
     group.record_agent_restart(0.0)
     group.end_takeover(0.0, {0: Version(3), 1: Version(1), 2: Version(2)})
@@ -573,7 +571,7 @@ def test_snapshots_of_a_former_agent_stay_until_a_newer_one_is_safe_where_there_
     assert [slot.number for slot in group.slots if slot.leases] == left
     newest = driver.complete()
     driver.decide()
-    assert [slot.number for slot in group.slots if slot.leases and slot is not group.newest_slot] == left * copies
+    assert [slot.number for slot in group.slots if slot.leases and slot.attempt is not group.newest] == left * copies
     if copies:
         found_safe(group, Version(2))
         driver.decide()
@@ -813,13 +811,12 @@ def test_copies_are_made_of_one_checkpoint_at_a_time_and_the_newest_that_has_the
     driver.commit()
     assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [first, second]
     assert not [each for each in driver.said if isinstance(each, do.ReplicaDegraded)]
-    held = driver.group.replicated_slot
+    held = driver.group.replicated
     assert held is not None
-    assert held.attempt is not None
-    assert held.attempt.version == first, "it stays until the second has copies too"
+    assert held.version == first, "it stays until the second has copies too"
     driver.copy("a node is gone")
     driver.decide()
-    assert driver.group.replicated_slot is held
+    assert driver.group.replicated is held
     tells = [
         (each.body["version"], each.body["ok"])
         for each in driver.said
@@ -843,7 +840,7 @@ def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest
     lost = lambda: [each.version for each in driver.said if isinstance(each, do.ReplicaDegraded)]  # noqa: E731
     assert lost() == []
     driver.commit()
-    assert driver.group.replicated_slot is None
+    assert driver.group.replicated is None
     assert lost() == [first], "nobody is told any more that it is safe there"
     assert driver.group.replicated_version == first, "those who keep it do not drop it for attempts that fail"
     third = driver.complete()
@@ -891,8 +888,7 @@ def test_while_it_is_not_known_what_is_safe_elsewhere_nothing_is_dropped_and_tha
     asked = lambda: [each.version for each in driver.said if isinstance(each, do.Replicate)]  # noqa: E731
 
     def held() -> list[int]:
-        complete = [slot.attempt for slot in driver.group.slots if slot.state is SlotState.COMPLETE]
-        return sorted(attempt.version.step for attempt in complete if attempt is not None)
+        return sorted(attempt.version.step for attempt in driver.group.attempts(SlotState.COMPLETE))
 
     for tries in range(1, 4):
         driver.decide()
@@ -923,13 +919,13 @@ def test_what_is_found_to_be_safe_keeps_its_memory_here_though_copies_of_it_fail
     driver.group.record_replication(0, "a link was cut", driver.now_s)
     hold_snapshot(driver.group, 1, Version(60), False)
     driver.decide()
-    held = driver.group.replicated_slot
+    held = driver.group.replicated
     assert held is not None
-    assert held.number == 0
+    assert held.slot == 0
     assert [each.version for each in driver.said if isinstance(each, do.Replicate)] == [Version(50), Version(60)]
     driver.group.record_replication(1, "", driver.now_s)
     driver.decide()
-    assert driver.group.replicated_slot is driver.group.slots[1]
+    assert driver.group.replicated is driver.group.slots[1].attempt
 
 
 def test_what_is_found_to_be_safe_as_a_whole_is_not_undone_by_a_part_of_what_is_newer() -> None:
@@ -958,16 +954,13 @@ def test_what_is_safe_stays_though_nobody_has_memory_for_copies_any_more_until_t
         driver.commit("the disk is full")
         driver.group.is_replication_on = False
         newer = driver.complete()
-        held = [
-            slot.attempt.version for slot in driver.group.slots if slot.state is SlotState.COMPLETE and slot.attempt
-        ]
-        assert sorted(held) == [safe, newer]
+        assert sorted(each.version for each in driver.group.attempts(SlotState.COMPLETE)) == [safe, newer]
         driver.now_s += 100.0
         driver.decide()
         driver.commit()
         driver.decide()
         assert driver.group.committed_version == newer
-        assert driver.group.replicated_slot is None
+        assert driver.group.replicated is None
 
 
 def test_what_was_safe_leaves_its_slot_once_the_store_has_something_newer_though_ever_newer_ones_are_complete() -> None:
@@ -980,12 +973,12 @@ def test_what_was_safe_leaves_its_slot_once_the_store_has_something_newer_though
     driver.group.is_replication_on = False
     driver.complete()
     driver.complete()
-    assert driver.group.replicated_slot is not None
+    assert driver.group.replicated is not None
     driver.commit()
     assert driver.group.committed_version is not None
     assert driver.group.committed_version > safe
     assert driver.group.newest_commit_state is WorkState.RUNNING
-    assert driver.group.replicated_slot is None
+    assert driver.group.replicated is None
     assert driver.word() is not None, "there is a slot for the next one"
 
 
@@ -1157,12 +1150,12 @@ def test_an_agent_that_is_started_again_finds_out_what_is_safe_though_nobody_has
     driver.copy("nobody has room")
     driver.now_s += 100.0
     driver.decide()
-    held = [slot.attempt.version for slot in driver.group.slots if slot.state is SlotState.COMPLETE and slot.attempt]
-    assert sorted(held) == [Version(40), Version(50)]
+    held = sorted(each.version for each in driver.group.attempts(SlotState.COMPLETE))
+    assert held == [Version(40), Version(50)]
     assert driver.group.replicated_version == Version(40)
     assert driver.levels("peer") == {str(Version(40)): True}, "of the newest the store has not said yet what it has"
     driver.commit()
-    assert driver.group.replicated_slot is None
+    assert driver.group.replicated is None
     assert any(isinstance(each, do.DropReplicas) for each in driver.said)
 
 
@@ -1188,14 +1181,14 @@ def test_what_is_safe_stays_where_one_slot_is_all_that_can_be_had_until_the_stor
     newer = driver.complete()
     driver.group.limit_slots(1, "there is no memory")
     driver.decide()
-    assert driver.group.replicated_slot is not None
+    assert driver.group.replicated is not None
     driver.copy("there is no room")
     driver.decide()
     assert driver.group.replicated_version == safe
-    assert driver.group.replicated_slot is not None
+    assert driver.group.replicated is not None
     driver.commit()
     assert driver.group.committed_version == newer
-    assert driver.group.replicated_slot is None
+    assert driver.group.replicated is None
 
 
 def test_before_it_is_known_who_keeps_what_nothing_outdoes_what_former_epochs_have_left() -> None:
@@ -1232,7 +1225,7 @@ def closed(said: Iterable[do.Action]) -> list[int]:
 def grown(driver: Driver, slots: int) -> None:
     """The state takes more memory, and there is some for so many slots."""
     driver.said.clear()
-    driver.group.record_layout(0)
+    driver.group.record_layout()
     driver.decide()
     driver.group.record_division(driver.group.layouts_version, "e", (300, 300), slots)
     driver.make_ready()
@@ -1256,8 +1249,8 @@ def test_a_slot_goes_once_nothing_that_is_needed_lies_in_it(first: str) -> None:
     driver = Driver()
     driver.complete()
     driver.complete()
-    assert driver.group.newest_slot is not None
-    assert (driver.group.newest_slot.number, driver.group.committing_slot) == (1, 0)
+    assert driver.group.newest is not None
+    assert (driver.group.newest.slot, driver.group.committing_slot) == (1, 0)
     driver.group.take_lease(2)
     grown(driver, 2)
     assert closed(driver.said) == [], "one holds the newest, one is on its way to the store, and one is read"
@@ -1289,7 +1282,7 @@ def test_when_a_rank_comes_back_slots_that_it_or_its_agent_may_have_kept_are_clo
     driver.group.record_disconnect(1, driver.now_s)
     assert closed(driver.decide()) == []
     driver.group.record_join(1)
-    driver.group.record_layout(1)
+    driver.group.record_layout()
     driver.decide()
     driver.group.record_division(driver.group.layouts_version, "e", (300, 300), 2)
     assert closed(driver.decide()) == [2, 3, 4]
@@ -1299,7 +1292,7 @@ def test_when_a_rank_comes_back_slots_that_it_or_its_agent_may_have_kept_are_clo
 def test_where_one_slot_cannot_be_had_those_behind_it_go() -> None:
     """They are of the smaller state, or would be all that is had of the others' memory."""
     driver = Driver()
-    driver.group.record_layout(0)
+    driver.group.record_layout()
     driver.decide()
     driver.group.record_division(driver.group.layouts_version, "e", (300, 300), 3)
     assert [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)] == [0]
@@ -1316,13 +1309,13 @@ def test_where_a_grown_state_has_one_slot_that_of_the_newest_checkpoint_is_made_
     driver.complete()
     driver.commit()
     driver.complete()
-    assert (driver.group.newest_slot.number, driver.group.committing_slot) == (1, 1)
-    driver.group.record_layout(0)
+    assert (driver.group.newest.slot, driver.group.committing_slot) == (1, 1)
+    driver.group.record_layout()
     driver.decide()
     driver.group.record_division(driver.group.layouts_version, "e", (300, 300), 1)
     driver.said.clear()
     assert closed(driver.decide()) == [0, 2]
-    assert driver.group.newest_slot.number == 1, "it is not in the store"
+    assert driver.group.newest.slot == 1, "it is not in the store"
     driver.commit()
     driver.decide()
     assert [action.slot for action in driver.said if isinstance(action, do.MakeArenas)] == [1]
@@ -1342,12 +1335,12 @@ def test_the_newest_stays_while_another_slot_than_the_only_one_that_is_in_use_ha
     driver.group.is_replication_on = True
     driver.commit("the store is down")
     newer = driver.complete()
-    driver.group.record_layout(0)
+    driver.group.record_layout()
     driver.decide()
     driver.group.record_division(driver.group.layouts_version, "e", (300, 300), 1)
     driver.decide()
     driver.commit()
-    assert (driver.group.replicating_slot, driver.group.newest_slot.number) == slots
+    assert (driver.group.replicating_slot, driver.group.newest.slot) == slots
     assert driver.group.committed_version == newer
     driver.copy()
     driver.make_ready()
@@ -1363,9 +1356,9 @@ def test_arenas_that_are_too_large_since_the_state_has_shrunk_are_made_anew_once
     """What they have more than was planned for would count as free memory for ever."""
     driver = Driver()
     driver.complete()
-    assert driver.group.newest_slot.number == 0
+    assert driver.group.newest.slot == 0
     for need, again in ((95, set()), (90, {1, 2})):
-        driver.group.record_layout(0)
+        driver.group.record_layout()
         driver.decide()
         driver.group.record_division(driver.group.layouts_version, f"of {need}", (need, 100), 3)
         driver.said.clear()
@@ -1393,7 +1386,7 @@ def test_where_there_are_fewer_slots_one_goes_that_holds_nothing_and_the_others_
     before a slot has gone."""
     driver = Driver()
     driver.group.is_replication_on = True
-    while driver.group.replicated_slot is None or driver.group.replicated_slot.number != at:
+    while driver.group.replicated is None or driver.group.replicated.slot != at:
         driver.complete()
         driver.copy()
         driver.commit()
@@ -1405,13 +1398,13 @@ def test_where_there_are_fewer_slots_one_goes_that_holds_nothing_and_the_others_
     made = [action for action in driver.said if isinstance(action, do.MakeArenas)]
     driver.group.limit_slots(2, "one could not be had")
     assert closed(driver.decide()) == [], "one is safe, one the newest, and one appointed"
-    newest = driver.group.newest_slot
+    newest = driver.group.newest
     assert newest is not None
-    gone = newest.number
+    gone = newest.slot
     driver.complete()
     assert closed(driver.said) == [gone], "there is a newer one"
     assert driver.group.replicated_version == safe
-    assert driver.group.replicated_slot is not None
+    assert driver.group.replicated is not None
     driver.copy()
     for _ in range(5):
         driver.commit()
@@ -1438,7 +1431,7 @@ def test_a_slot_that_cannot_be_had_leaves_those_that_are_there_whatever_their_nu
 def test_what_cannot_be_divided_is_refused_however_much_memory_there_comes_to_be() -> None:
     """Else whoever saves waits for ever."""
     driver = Driver(slots=1)
-    driver.group.record_layout(0)
+    driver.group.record_layout()
     driver.decide()
     driver.group.record_division_failure(driver.group.layouts_version, "two ranks differ")
     driver.group.raise_slot_limit(3)
@@ -1476,12 +1469,12 @@ def test_what_a_node_that_comes_back_may_have_lost_is_copied_again_and_stays_wha
     driver.group.record_join(1)
     driver.decide()
     assert made() == [version, version]
-    held = driver.group.replicated_slot
+    held = driver.group.replicated
     assert held is not None
     driver.copy("a link was cut")
     driver.decide()
     assert made() == [version, version], "later"
-    assert driver.group.replicated_slot is held
+    assert driver.group.replicated is held
     driver.now_s += 10.0
     driver.decide()
     assert made() == [version, version, version]
@@ -1607,7 +1600,7 @@ def test_what_an_agent_that_was_lost_meanwhile_may_have_had_of_it_is_not_called_
     driver.group.record_lost_holder("b", driver.group.peer_versions)  # it was the first to have all that it keeps
     driver.copy()
     driver.decide()
-    assert driver.group.replicated_slot is None
+    assert driver.group.replicated is None
     assert driver.levels("peer") == {str(version): False}
     driver.now_s += 10.0
     driver.decide()
@@ -1847,7 +1840,7 @@ def test_a_hold_stays_in_its_only_slot_until_it_is_judged() -> None:
     driver.group.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     driver.commit()
-    driver.group.record_layout(1)
+    driver.group.record_layout()
     driver.decide()
     driver.group.record_division(driver.group.layouts_version, "d", (100, 100), 1)
     driver.decide()
@@ -1892,8 +1885,8 @@ def test_what_a_superseded_job_has_is_committed_once_when_the_start_that_did_it_
 
 def test_an_outdated_plan_is_not_used() -> None:
     driver = Driver()
-    driver.group.record_layout(0)
-    driver.group.record_layout(1)
+    driver.group.record_layout()
+    driver.group.record_layout()
     driver.decide()
     assert not driver.group.record_division(3, "old", (100, 100), 3)
     assert driver.group.division == "d"
@@ -1903,7 +1896,7 @@ def test_an_outdated_plan_is_not_used() -> None:
 def test_a_new_division_appoints_anew_what_was_appointed_under_the_old_one() -> None:
     driver = Driver()
     before = driver.word()
-    driver.group.record_layout(1)
+    driver.group.record_layout()
     driver.decide()
     assert driver.group.record_division(3, "e", (100, 200), 3)
     driver.make_ready()
@@ -1918,7 +1911,7 @@ def test_a_restarted_agent_appoints_only_when_it_knows_where_the_ranks_are() -> 
     driver.said.clear()
     for rank in range(2):
         group.record_join(rank)
-        group.record_layout(rank)
+        group.record_layout()
     group.record_agent_restart(0.0)
     driver.decide()
     assert group.record_division(2, "d", (100, 100), 3)
@@ -1934,7 +1927,7 @@ def test_a_restarted_agent_appoints_only_when_it_knows_where_the_ranks_are() -> 
 
 def test_no_memory_at_all_fails_saves_and_nothing_else() -> None:
     driver = Driver()
-    driver.group.record_layout(0)
+    driver.group.record_layout()
     driver.decide()
     assert driver.group.record_division(3, "d", (1 << 50, 1 << 50), 0)
     driver.decide()
@@ -1958,7 +1951,7 @@ def test_a_rank_that_comes_back_hears_what_became_of_its_snapshots_and_of_which_
     assert [(each["version"], each["level"], each["ok"]) for each in levels] == [
         (str(version), level, True) for level in ("local", "peer", "store")
     ]
-    driver.group.record_layout(1)
+    driver.group.record_layout()
     driver.decide()
     assert driver.group.record_division(3, "d", (100, 100), 3)
     driver.make_ready()
@@ -1975,7 +1968,7 @@ def test_a_rank_that_comes_back_is_offered_every_slot_again(rank: int) -> None:
     driver.group.record_disconnect(rank, 0.0)
     driver.decide()
     driver.group.record_join(rank)
-    driver.group.record_layout(rank)
+    driver.group.record_layout()
     assert driver.word() is None, "nothing is appointed while it is away"
     driver.decide()
     assert driver.group.record_division(3, "d", (100, 100), 3)
@@ -1992,13 +1985,13 @@ def test_a_rank_that_was_away_for_long_comes_back_and_snapshots_are_taken_again(
     assert set(driver.answers("save").values()) == {"save-failed"}
     assert driver.group.may_join(1)
     driver.group.record_join(1)
-    driver.group.record_layout(1)
+    driver.group.record_layout()
     driver.decide()
     assert driver.group.record_division(3, "d", (100, 100), 3)
     driver.make_ready()
     assert driver.word() is not None
     driver.complete()
-    assert driver.group.newest_slot is not None
+    assert driver.group.newest is not None
 
 
 @pytest.mark.parametrize("how", ["closed", "died", "left"])
@@ -2134,17 +2127,16 @@ def test_nothing_waits_for_its_turn_that_somebody_needs(why: str) -> None:
         assert found == [True, True]
         return
     assert found == [True, False]
-    newest = driver.group.newest_slot
+    newest = driver.group.newest
     assert newest is not None
-    assert newest.attempt is not None
     if why == "wanted":
-        driver.group.require_commit(newest.attempt.version)
+        driver.group.require_commit(newest.version)
     elif why == "notice":
         driver.group.add_notice(StandingNotice("x", "y", 1000.0, driver.now_s, exit_timing=ExitTiming.AT_ONCE))
     else:
         driver.group.record_death(0)
     driver.decide()
-    assert driver.group.committing_slot == newest.number
+    assert driver.group.committing_slot == newest.slot
 
 
 def test_where_an_older_one_that_somebody_waits_for_is_in_the_store_the_newest_is_tried_again() -> None:
@@ -2156,23 +2148,22 @@ def test_where_an_older_one_that_somebody_waits_for_is_in_the_store_the_newest_i
         driver.copy(error)
     driver.decide()
     driver.commit("the store is down")
-    older, newest = driver.group.replicated_slot, driver.group.newest_slot
+    older, newest = driver.group.replicated, driver.group.newest
     assert older is not None
-    assert older.attempt is not None
     assert newest is not None
-    driver.group.require_commit(older.attempt.version)
+    driver.group.require_commit(older.version)
     driver.decide()
-    assert driver.group.committing_slot == older.number
+    assert driver.group.committing_slot == older.slot
     driver.commit()
-    assert driver.group.committing_slot == newest.number
+    assert driver.group.committing_slot == newest.slot
     driver.commit()
-    assert driver.group.replicated_slot is None, "its slot is there for the next one"
+    assert driver.group.replicated is None, "its slot is there for the next one"
 
 
 def test_what_could_not_be_planned_since_a_node_went_away_is_planned_once_it_is_back() -> None:
     """A save that is asked for meanwhile waits."""
     job = Driver(2)
-    job.group.record_layout(0)
+    job.group.record_layout()
     job.decide()
     job.group.record_division_failure(
         3, "the connection to agent x has ended"
@@ -2191,17 +2182,17 @@ def test_what_could_not_be_planned_since_a_node_went_away_is_planned_once_it_is_
 
 def test_what_could_not_be_planned_of_a_former_state_refuses_no_save_of_the_present_one() -> None:
     job = Driver(2)
-    job.group.record_layout(0)
+    job.group.record_layout()
     job.decide()
     job.group.record_division_failure(3, "no rank holds some part of it")
-    job.group.record_layout(1)
+    job.group.record_layout()
     job.save(Version(4, 1))
     assert job.answers("save") == {}
     assert job.group.record_division(4, "e", (100,) * 2, 3)
     job.make_ready()
     assert all(isinstance(answer, dict) for answer in job.answers("save").values())
     assert len(job.answers("save")) == 2
-    job.group.record_layout(1)
+    job.group.record_layout()
     job.decide()
     job.group.record_division_failure(5, "no rank holds some part of it")
     job.save(Version(5, 1))
@@ -2341,7 +2332,7 @@ def test_what_is_found_to_be_safe_is_asked_for_once_it_is_known_who_is_to_keep_h
     group = Scheduler(1, Every(seconds=600))
     group.record_agent_restart(0.0)
     group.record_join(0)
-    group.record_layout(0)
+    group.record_layout()
     group.is_survey_pending = True
     hold_snapshot(group, 0, Version(50), False)
     asked = lambda: any(isinstance(each, do.Replicate) for each in group.decide(1.0, [50]))  # noqa: E731
@@ -2480,10 +2471,7 @@ def test_it_is_asked_again_what_is_left_though_something_newer_would_undo_what_i
     driver.decide()
     for _ in range(3):
         newest = driver.complete()
-    held = {
-        slot.attempt.version for slot in group.slots if slot.attempt is not None and slot.state is SlotState.COMPLETE
-    }
-    assert held == {safe, newest}
+    assert {each.version for each in group.attempts(SlotState.COMPLETE)} == {safe, newest}
     assert driver.levels("peer")[str(newer)] is False
 
 

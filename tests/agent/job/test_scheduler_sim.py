@@ -173,7 +173,7 @@ class Sim:
             rank.shows = True
             self.group.record_join(rank.number)
             self.layouts[rank.number] = rank.layout
-            self.group.record_layout(rank.number)
+            self.group.record_layout()
             self.decide()
             if rank.gave_up is not None:
                 self.send(rank, self.group.record_unsavable, rank.number, rank.gave_up, "its agent died")
@@ -202,14 +202,13 @@ class Sim:
 
     def granted(self, slot: int, number: int, version: Version) -> None:
         assert slot not in self.readers, "a slot was granted while it was read"
-        assert sum(each.state is not SlotState.FREE for each in self.group.slots) <= self.group.slot_limit
+        assert len(self.group.attempts()) <= self.group.slot_limit
         entry = self.group.slots[slot]
-        assert entry.state is SlotState.GRANTED
         assert entry.leases == 0
-        assert entry.attempt is not None
+        assert entry.attempt in self.group.attempts(SlotState.GRANTED)
         assert (entry.attempt.number, entry.attempt.version) == (number, version)
         if self.completed and self.slots > 1 and max(self.completed):
-            assert self.group.newest_slot is not None, "the newest complete one was given away"
+            assert self.group.newest is not None, "the newest complete one was given away"
         self.not_safe(slot)
 
     def do_SetWord(self, action: do.SetWord) -> None:
@@ -327,14 +326,13 @@ class Sim:
     def do_CancelCommit(self, action: do.CancelCommit) -> None:
         """It ends soon; by then it may be in the store all the same."""
         assert self.commits == 1
-        slot, newest, took = self.group.committing_slot, self.group.newest_slot, self.group._save_timing
+        slot, newest, took = self.group.committing_slot, self.group.newest, self.group._save_timing
         assert slot is not None
         older = self.group.slots[slot].attempt
         assert older is not None
         assert newest is not None
-        assert newest.attempt is not None
         assert took is not None
-        last, left_s = newest.attempt, (self.group.deadline_s(self.now_s) or 0.0) - self.now_s
+        last, left_s = newest, (self.group.deadline_s(self.now_s) or 0.0) - self.now_s
         assert last.version > older.version, "the last one itself was given up"
         assert (last.reason, last.verdict, self.verdict) == (SaveReason.HOLD, True, last.number), (
             "not all leave at the last one"
@@ -376,10 +374,10 @@ class Sim:
 
     def lend(self) -> None:
         """Somebody reads the newest complete one for a while, as a start that restores from it does."""
-        newest = self.group.newest_slot
-        if newest is not None and newest.number not in self.readers:
-            self.group.take_lease(newest.number)
-            self.read(newest.number, self.give_back, newest.number)
+        newest = self.group.newest
+        if newest is not None and newest.slot not in self.readers:
+            self.group.take_lease(newest.slot)
+            self.read(newest.slot, self.give_back, newest.slot)
 
     def give_back(self, slot: int) -> None:
         self.end_read(slot)
@@ -493,7 +491,7 @@ class Sim:
 
     def join(self, rank: Rank) -> None:
         self.group.record_join(rank.number)
-        self.group.record_layout(rank.number)
+        self.group.record_layout()
         self.decide()
 
     def begin(self) -> None:
@@ -595,7 +593,7 @@ class Sim:
     def new_layout(self, rank: int, layout: int) -> None:
         if layout > self.layouts[rank]:
             self.layouts[rank] = layout
-            self.group.record_layout(rank)
+            self.group.record_layout()
             self.decide()
 
     def boundary(self, rank: Rank) -> None:

@@ -63,13 +63,8 @@ class Job:
         self._entered_s = self._ends_s
         self.step, self._ends_s = ended + 1, self._ends_s + self.step_s
         driver.steps = [self.step]
-        slot = driver.group.slots[word.slot] if word is not None and word.step == ended else None
-        if (
-            slot is None
-            or slot.state is not SlotState.GRANTED
-            or slot.attempt is None
-            or slot.attempt.number != word.attempt_number
-        ):
+        granted = [attempt.number for attempt in driver.group.attempts(SlotState.GRANTED)]
+        if word is None or word.step != ended or word.attempt_number not in granted:
             return
         self._taken_s[ended] = driver.now_s
         self.snapshots.append(driver.now_s)

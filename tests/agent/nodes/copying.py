@@ -15,9 +15,8 @@ class Copying:
         self._facts = ReplicaState(1, Every(seconds=1.0))
 
     def begin(self, identity: Identity) -> None:
-        slot = self._facts.slots[0]
-        slot.attempt = SaveAttempt(1, 0, SaveReason.STEP, identity.version, "", 0.0)
-        self._facts.begin_replication(slot, slot.attempt, 0.0)
+        attempt = self._facts.slots[0].attempt = SaveAttempt(1, 0, SaveReason.STEP, identity.version, "", 0.0)
+        self._facts.begin_replication(attempt)
 
     def lost(self) -> None:
         """An agent is not connected any more."""

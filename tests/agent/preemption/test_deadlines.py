@@ -164,10 +164,9 @@ def test_copies_of_the_last_step_are_made_though_all_ranks_are_gone() -> None:
     driver.run(lambda: driver.group.replicating_slot is not None)
     assert driver.group.all_gone
     driver.run(lambda: driver.group.replicating_slot is None)
-    newest = driver.group.newest_slot
+    newest = driver.group.newest
     assert newest is not None
-    assert newest.attempt is not None
-    assert driver.group.replicated_version == newest.attempt.version
+    assert driver.group.replicated_version == newest.version
 
 
 def test_where_every_node_goes_nobody_is_left_to_copy_to() -> None:

@@ -165,7 +165,7 @@ def test_a_state_that_has_grown_since_it_was_saved_is_left_with_as_much_earlier(
     driver = Warned()
     driver.save_once()
     before_s = driver.group.lead_time_s
-    driver.group.record_layout(0)  # an optimizer has its state now
+    driver.group.record_layout()  # an optimizer has its state now
     driver.decide()
     assert driver.group.record_division(driver.world + 1, "e", (300,) * driver.world, 3)
     driver.make_ready()
@@ -1228,10 +1228,10 @@ def test_a_commit_is_given_up_for_the_last_one_only_where_that_fits_alone_and_no
     takes_s: float, since_s: float, lead_s: float, gives_way: bool
 ) -> None:
     driver = leaves_beside_a_commit(takes_s, since_s, lead_s)
-    older, newest = driver.group.committing_slot, driver.group.newest_slot
+    older, newest = driver.group.committing_slot, driver.group.newest
     assert older is not None
     assert newest is not None
-    assert older != newest.number
+    assert older != newest.slot
     assert giving_up(driver) == gives_way
     for _ in range(100):
         driver.now_s += 0.1
@@ -1241,7 +1241,7 @@ def test_a_commit_is_given_up_for_the_last_one_only_where_that_fits_alone_and_no
 
 def test_then_the_last_one_begins_and_who_waits_for_what_gave_way_is_told() -> None:
     driver = leaves_beside_a_commit(18.0, 1.0, 30.0, explicit=True)
-    newest = driver.group.newest_slot
+    newest = driver.group.newest
     assert newest is not None
     driver.commit("it was broken off")
     told = [
@@ -1249,7 +1249,7 @@ def test_then_the_last_one_begins_and_who_waits_for_what_gave_way_is_told() -> N
     ]
     (store,) = [body for body in told if body["level"] == "store"]
     assert not store["ok"]
-    assert driver.group.committing_slot == newest.number, "at once"
+    assert driver.group.committing_slot == newest.slot, "at once"
     driver.now_s += 18.0
     driver.commit()
     (body,) = driver.outcomes()
@@ -1258,23 +1258,23 @@ def test_then_the_last_one_begins_and_who_waits_for_what_gave_way_is_told() -> N
 
 def test_one_that_ended_before_it_could_be_broken_off_is_committed_like_any_other() -> None:
     driver = leaves_beside_a_commit(18.0, 1.0, 30.0)
-    newest = driver.group.newest_slot
+    newest = driver.group.newest
     assert newest is not None
     assert giving_up(driver)
     driver.commit()
     assert driver.levels("store")[str(Version(20))]
-    assert driver.group.committing_slot == newest.number
+    assert driver.group.committing_slot == newest.slot
 
 
 def test_a_last_one_that_fails_after_that_is_tried_again() -> None:
     driver = leaves_beside_a_commit(5.0, 1.0, 8.0)
-    newest = driver.group.newest_slot
+    newest = driver.group.newest
     assert newest is not None
     driver.commit("it was broken off")
     driver.commit("503")
     driver.now_s += 4.0
     driver.decide()
-    assert driver.group.committing_slot == newest.number
+    assert driver.group.committing_slot == newest.slot
 
 
 def test_a_save_that_waits_for_its_turn_is_committed_behind_the_last_one_that_would_come_too_late_else() -> None:
@@ -1600,7 +1600,7 @@ def test_a_hold_whose_notice_was_taken_back_does_not_stand_in_the_way_of_the_nex
 def test_a_hold_is_appointed_again_under_the_ranks_new_division() -> None:
     driver = about_to_hold()
     before = driver.word()
-    driver.group.record_layout(0)
+    driver.group.record_layout()
     driver.decide()
     driver.group.record_division(driver.world + 1, "e", (100, 100), 3)
     driver.make_ready()

@@ -104,7 +104,7 @@ def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False,
         made.at[rank] = made.ranks[rank].page = rank
     for rank in range(world):
         made.group.record_join(rank)
-        made.group.record_layout(rank)
+        made.group.record_layout()
     made.group.record_start(0, 0.0)
     decide(made)
     _tell(made)
@@ -306,7 +306,7 @@ def _rejoin(w: World, number: int) -> None:
         rank.left_by, rank.page, rank.seen = w.pages[rank.page] or rank.left_by, w.at[number], 0
     rank.connected = rank.shows = True
     w.group.record_join(number)
-    w.group.record_layout(number)
+    w.group.record_layout()
     if rank.phase == "holds":
         rank.to_agent.append(("rank-holds", rank.attempt_number, rank.connection))
     decide(w)
@@ -444,9 +444,7 @@ def _judged(w: World, number: int) -> None:
         assert all(rank.phase == "holds" and rank.attempt_number == number for rank in w.ranks), (
             "who does not hold leaves"
         )
-        (attempt,) = (
-            each.attempt for each in w.group.slots if each.attempt is not None and each.attempt.number == number
-        )
+        (attempt,) = (each for each in w.group.attempts() if each.number == number)
         assert len(attempt.staged_ranks) == len(w.ranks), "they leave by a step that is not staged"
         assert {w.content[attempt.slot, rank] for rank in range(len(w.ranks))} == {number}
 

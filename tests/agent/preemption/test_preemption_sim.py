@@ -230,12 +230,7 @@ class Noticed(Sim):
 
     def left_saved(self) -> bool:
         """Whether the newest that is whole in memory is in the store, or the store did not take it."""
-        newest = self.group.newest_slot
-        if (
-            newest is None
-            or newest.attempt is None
-            or newest.attempt.commit_state in (WorkState.DONE, WorkState.FAILED)
-        ):
+        if self.group.newest_commit_state in (None, WorkState.DONE, WorkState.FAILED):
             return True
         return any(not rank.alive for rank in self.ranks)
 

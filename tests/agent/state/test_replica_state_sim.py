@@ -663,7 +663,7 @@ class Sim:
         self.driver.steps = [max(1, *self.driver.steps)] * len(TRAIN)
         for rank in range(len(TRAIN)):
             group.record_join(rank)
-            group.record_layout(rank)
+            group.record_layout()
         for slot in self.slots:
             group.record_arenas(slot, (BYTES,) * len(TRAIN))
         group.end_takeover(self.driver.now_s, self.slots)
@@ -702,10 +702,10 @@ class Sim:
             self.act()
             self.wait(0.0 if busy else 1.0)
             self.check()
-        safe, newest = self.group.replicated_version, self.group.newest_slot
+        safe, newest = self.group.replicated_version, self.group.newest
         raise AssertionError(
             f"{well.__name__} takes too long: {safe} is safe ({self.group.replicated_placement}), the newest is "
-            f"{newest and newest.attempt}, and {self.totals['taken'] - taken} were taken"
+            f"{newest}, and {self.totals['taken'] - taken} were taken"
         )
 
     def goes_on(self) -> bool:
@@ -713,8 +713,8 @@ class Sim:
         return not self.group.is_survey_pending
 
     def is_well(self) -> bool:
-        newest = self.group.newest_slot
-        version = newest.attempt.version if newest is not None and newest.attempt is not None else None
+        newest = self.group.newest
+        version = newest.version if newest is not None else None
         safe = (
             version is not None
             and version == self.group.replicated_version
