@@ -25,9 +25,9 @@ import pytest
 from ckpt import storage
 from ckpt.agent.net import framing
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.replication.replica_store import decode_described, encode_described, transfer_name
+from ckpt.agent.replication.replica_store import transfer_name
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.snapshots.described import describe_snapshots
+from ckpt.agent.snapshots.described import decode_described, describe_snapshots, encode_described
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.memory_checkpoint import StagedReader
 from ckpt.agent.snapshots.remote_share import WriteRequest, encode_parts
@@ -377,7 +377,7 @@ class Node:
             case "publish-snapshots":
                 self._publish(message, Identity.parse(fields["identity"]))
             case "replicate":
-                decode_described(message.blobs[0])
+                decode_described(message.blobs[1])
                 self.reply(message, {})
             case "write-frames":
                 self._write(message)

@@ -486,7 +486,7 @@ def test_what_a_start_goes_on_from_is_shown_to_be_safe_once_it_has_its_copies_ag
             def is_shown() -> bool:
                 nonlocal copying
                 now, safe = node.current_job, node.status_view.account.newest_by_level.get("peer")
-                if now is not None and now.rereplication is not None and now.rereplication._pending_transfers:
+                if now is not None and now.rereplication is not None and now.rereplication.is_copying:
                     assert safe is None, "they are on their way"
                     copying += 1
                 return copying > 0 and safe is not None

@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 
 from ckpt.agent.node.memory_node import MemoryNodeOptions
-from ckpt.agent.replication.parity_store import ParityStore
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.inventory import Inventory
@@ -300,7 +299,7 @@ class Short(Life):
         world, life = self.world, self
         until_of, put = world.run, MemoryBackend.put
         replicate, replicated = ReplicationManager.replicate, Accounting.record_replication
-        begin_fill, close, forget = Arena.begin_fill, Arena.close, ParityStore._evict_chunks
+        begin_fill, close = Arena.begin_fill, Arena.close
 
         def run_and_look(until: Callable[[], bool], limit_s: float) -> None:
             def looked() -> bool:
@@ -330,10 +329,6 @@ class Short(Life):
             life.changed = True
             close(arena)
 
-        def forgets(chunks: ParityStore, names: Any) -> None:
-            life.changed = True
-            forget(chunks, names)
-
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(world, "run", run_and_look)
             patch.setattr(MemoryBackend, "put", stored)
@@ -341,7 +336,6 @@ class Short(Life):
             patch.setattr(Accounting, "record_replication", promised)
             patch.setattr(Arena, "begin_fill", fills)
             patch.setattr(Arena, "close", closes)
-            patch.setattr(ParityStore, "_evict_chunks", forgets)
             patch.setattr(SimRank, "wait_warm", lambda rank: fake.FakeRank.wait_warm(rank, LONG_S))
             patch.setattr("ckpt.agent.runtime.memory_plan.total_bytes", lambda: memory_pressure.RESERVE_PARTS * SLOT)
             patch.setattr("ckpt.agent.replication.replication_manager.WORK_BYTES", 1 << 16)

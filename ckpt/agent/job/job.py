@@ -18,7 +18,6 @@ from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice, strip
 from ckpt.agent.preemption.preemption import NOTICES_MAX
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.rereplicate import Rereplication
-from ckpt.agent.replication.restart_survey import RestartSurvey
 from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.agent.snapshots.division import RankContents, parse_hashes, parse_layout
 from ckpt.agent.snapshots.inventory import find_sealed_snapshot
@@ -74,7 +73,6 @@ class Job(JobExecutor):
         self.restore: RestoreSession | None = None
         # Re-replication of the parent checkpoint, until this job has one that is replicated as well.
         self.rereplication: Rereplication | None = None
-        self.restart_survey: RestartSurvey | None = None  # the survey for it after an agent restart
         self.trainers_gone_s: float | None = None
         self._samples: tuple[int, dict[Sampled, bytes]] = (0, {})  # of the save attempt that was reported last
 
@@ -306,7 +304,7 @@ class Job(JobExecutor):
             identity = held.pop() if len(held) == 1 else None
             if self.nodes and identity is not None and identity.epoch == self.epoch:
                 inherited[slot] = identity.version
-        self.needs_restart_survey = len(self.nodes) > 1
+        self.needs_rereplication = len(self.nodes) > 1
         self.scheduler.end_takeover(time.monotonic(), inherited)
 
     def message(self, rank: int, peer: AnyPeer, message: Message) -> None:
@@ -424,9 +422,7 @@ class Job(JobExecutor):
         """The agent of that name is disconnected, and its replicas for this job may be lost. They are made anew as soon
         as possible. Until then, the affected versions do not count as replicated."""
         if self.rereplication is not None:
-            self.rereplication.drop_holder(name)
-        if self.restart_survey is not None:
-            self.restart_survey.mark_stale()
+            self.rereplication.survey_again()
         replication_manager, version = self.replication_manager, self.scheduler.replicated_version
         if replication_manager is None:
             return
@@ -467,12 +463,12 @@ class Job(JobExecutor):
 
     def _set_up_replication(self, option: Replicas | Parity | None) -> None:
         """Sets up replicas or parity on other nodes, if there are any."""
-        network, copies, parities = self._services.network(), self._services.replicas, self._services.parities
-        if not self.nodes or network is None or copies is None or parities is None:
+        network, copies, service = self._services.network(), self._services.replicas, self._services.replica_service
+        if not self.nodes or network is None or copies is None or service is None:
             return
         if self.replication_manager is None or self.replication_manager.option != option:
             self.replication_manager = ReplicationManager(
-                network, copies, parities, self.nodes, option, self._services.memory_nodes
+                network, copies, service, self.nodes, option, self._services.memory_nodes
             )
             self.scheduler.is_survey_pending = self.is_taken_over and option is not None
 

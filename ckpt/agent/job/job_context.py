@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from ckpt.agent.commit.store_client import JobOptions, StoreClient
 from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.notice_listener import NoticeListeners
-from ckpt.agent.replication.parity_service import ParityService
+from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.runtime import memory_plan
@@ -54,7 +54,7 @@ class Services:
     """What the agent provides to its jobs.
 
     - `taken(epoch)`: memory in use beside the slots of that epoch's job.
-    - `replicas`: the replicas that this node keeps for others. `parities`: its part in parity.
+    - `replicas`: the replicas that this node keeps for others. `replica_service`: its part in making replicas.
     - `network`: the other nodes; None until there is one. `memory_nodes`: the reachable memory-only nodes.
       `awaits_memory_nodes`: True while the state of some is unknown.
     - `notice_listeners`: the sources of preemption notices. `outcome_path`: the file for a notice's outcome unless a
@@ -74,7 +74,7 @@ class Services:
     account: Accounting = field(default_factory=Accounting)
     on_event: Callable[[Event], None] = lambda event: None
     alarm_scores: Callable[[], dict[str, dict[str, float]]] = dict
-    parities: ParityService | None = None
+    replica_service: ReplicaService | None = None
     memory_nodes: Callable[[], Sequence[LentMemory]] = tuple
     awaits_memory_nodes: Callable[[], bool] = lambda: False
 
@@ -124,8 +124,8 @@ class JobContext:
         self.launch = launch
         self.internal_error = ""
         self.is_taken_over = False  # from an agent that has died
-        # Whether other nodes must be surveyed for the parent checkpoint, which only they know of.
-        self.needs_restart_survey = False
+        # Whether the parent checkpoint may be replicated again: it is whole in memory, or only other nodes know that.
+        self.needs_rereplication = False
         self.scheduler = Scheduler(world, Every(seconds=600), random.randrange(1, ATTEMPT_MAX))
         self.scheduler.is_single_node = len(nodes) <= 1
         self.replication_manager: ReplicationManager | None = None  # None for a single node

@@ -365,12 +365,10 @@ class JobExecutor(JobCommits):
         if why_not is not None:
             ended(why_not, found=True)
             return
-        own, stays = dict(self.local_share.arenas.get(slot, {})), self.scheduler.retained_version
+        stays = self.scheduler.retained_version
         safe = Identity(self.epoch, stays) if stays is not None else None
         self._has_released_replicas = False
-        replication_manager.replicate(
-            identity, safe, own, self._guard_callback(ended), self.scheduler.retained_placement
-        )
+        replication_manager.replicate(identity, safe, self._guard_callback(ended), self.scheduler.retained_placement)
 
     def _report_degraded(self, version: Version, why: str) -> None:
         """Reports that this version no longer meets the replication target, if it was reported as replicated."""

@@ -43,7 +43,6 @@ _KINDS_BY_SENDER = {
         "replicate",
         "replicated",
         "forget-replicas",
-        "encode-parity",
         "drop-older-epochs",
         "epoch-ended",
         "control-word",
@@ -56,7 +55,6 @@ _KINDS_BY_SENDER = {
         "publish-parity",
         "rebuild",
         "write-frames",
-        "survey-replicas",
     ),
     Sender.FOLLOWER: (
         "from-rank",
@@ -69,11 +67,11 @@ _KINDS_BY_SENDER = {
         "withdraw-notice",
     ),
     # SharedRead, which handles the last two, knows its nodes.
-    Sender.OWNER: ("withdraw-frames", "cancel-write", "withdraw-published", "read-frames", "frames-read"),
+    Sender.OWNER: ("cancel-write", "withdraw-published", "read-frames", "frames-read"),
 }
 _SENDER_BY_KIND = {kind: who for who, kinds in _KINDS_BY_SENDER.items() for kind in kinds}
 # A peer that sends one of these has begun the epoch that it names.
-EPOCH_KINDS = frozenset(("replicate", "replicated", "encode-parity", "drop-older-epochs"))
+EPOCH_KINDS = frozenset(("replicate", "replicated", "drop-older-epochs"))
 
 
 def required_sender(fields: Mapping[str, Any]) -> Sender:

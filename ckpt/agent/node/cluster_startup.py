@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgpack
@@ -22,8 +22,6 @@ from ckpt.agent.node.previous_nodes import survey_previous_nodes
 from ckpt.agent.node.startup_state import ResolvedStart, Start
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
 from ckpt.agent.replication.rereplicate import Rereplication
-from ckpt.agent.replication.restart_survey import RestartSurvey, merge_answers
-from ckpt.agent.replication.survey import KeptReplica, survey_nodes
 from ckpt.agent.restore.collect import CheckpointCollector
 from ckpt.agent.restore.peer_source import PeerSource, offer_name
 from ckpt.agent.restore.shared_read import SharedRead
@@ -39,7 +37,6 @@ from ckpt.types import OWN_NODE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
-    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.format.manifest import Manifest
     from ckpt.ipc.addresses import Address
     from ckpt.ipc.node_list import NodeAt
@@ -48,6 +45,7 @@ log = logging.getLogger("ckpt")
 
 RECONNECT_S = 1.0  # pause before a broken connection to a node of a running job is dialled again
 CONNECT_TRIES_MAX = 3  # connections tried to tell a node of a start
+START_READER = "start"  # the reader of frames that a start has served (see ReplicaStore.offer)
 
 
 class ClusterStartup(NodeMemory):
@@ -56,9 +54,6 @@ class ClusterStartup(NodeMemory):
 
     def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
         super().__init__(url, settings, server)
-        self._requesters_by_transfer: dict[
-            str, set[str]
-        ] = {}  # by transfer served from here: the agents that asked for the serving
         self._frozen_timer = Frozen()
         # Candidates that failed to restore, and why.
         self._struck_candidates: dict[Identity, str] = {}
@@ -139,7 +134,7 @@ class ClusterStartup(NodeMemory):
             if start is not None:
                 self._announce_outcome(start, claim.epoch if claim is not None else None)
             self._surveying_start = self._start if self._start is not None and self._start.nodes else None
-        if self._requesters_by_transfer or self.followed_jobs:
+        if self.replicas.readers or self.followed_jobs:
             self._end_expired_serving()
         for job in self._jobs():
             job.scheduler.is_frozen = bool(job.nodes and self.inventory_lease.refusal(OWN_NODE, job.epoch))
@@ -210,8 +205,8 @@ class ClusterStartup(NodeMemory):
         """The set of memory-only nodes changed: plans the placement of replicas anew."""
         if self.current_job is not None:
             self.current_job.replan_placement()
-            if self.current_job.restart_survey is not None:
-                self.current_job.restart_survey.survey_again()
+            if self.current_job.rereplication is not None:
+                self.current_job.rereplication.survey_again()
 
     def _borrow_memory(self, job: Job, named: Sequence[Address]) -> None:
         """Asks the memory-only nodes that a job names to lend it their memory from now on."""
@@ -285,7 +280,7 @@ class ClusterStartup(NodeMemory):
         self._make_collector(start).collect_part(identity, manifest, leave, self._server.call_later, moves, found)
 
     def _make_collector(self, start: Start) -> CheckpointCollector:
-        services = self.network, self._workers, self.parities, self._arenas_of, start.inventory
+        services = self.network, self._workers, self.replica_service, self._arenas_of, start.inventory
         guard = lambda what: self._guard_start(start, what)  # noqa: E731
         return CheckpointCollector(*services, start.nodes, self._holders_without_ranks(start), guard, urgent=True)
 
@@ -304,7 +299,7 @@ class ClusterStartup(NodeMemory):
             frames = places.frames(rank, manifest)
             for name in names:
                 if not name:
-                    self._serve_frames(places.identity, rank, frames, OWN_NODE)
+                    self._serve_frames(places.identity, rank, frames, START_READER)
                     continue
                 fields = {"t": "serve-frames", "identity": str(places.identity), "rank": rank}
                 network.notify(name, fields, [frames.encode()])
@@ -325,47 +320,31 @@ class ClusterStartup(NodeMemory):
         about = identity, job.epoch, chosen.manifest, start.nodes
         return SharedRead(*about, self.network, read, room, self._emit_event, only)
 
-    def _serve_frames(self, identity: Identity, rank: int, frames: Frames, by: str) -> None:
-        """Serves these frames to every node of the run, until agent `by` withdraws them. Errors: AgentError if this
-        node does not hold that rank's snapshot."""
-        arena, name = self._arenas_of(identity).get(rank), offer_name(identity, rank)
+    def _serve_frames(self, identity: Identity, rank: int, frames: Frames, reader: str) -> None:
+        """Serves these frames to every node of the run, until `reader` withdraws them. Errors: AgentError if this node
+        does not hold that rank's snapshot."""
+        arena = self._arenas_of(identity).get(rank)
         if arena is None or self.network is None:
             raise AgentError(f"rank {rank} of {identity} is not held here")
-        if name not in self._requesters_by_transfer:
-            self.network.transport.offer(
-                name, arena.view, frames.with_offsets(frames.offsets, arena.size_bytes), urgent=True
-            )
-        self._requesters_by_transfer.setdefault(name, set()).add(by)
-
-    def _withdraw_served(self, by: str, identity: Identity | None = None) -> None:
-        """Ends the serving of that checkpoint for agent `by`; `identity` None: of all that was served for it."""
-        served = f"{identity}/" if identity is not None else ""
-        for name in [name for name in self._requesters_by_transfer if name.startswith(served)]:
-            self._requesters_by_transfer[name].discard(by)
-            if not self._requesters_by_transfer[name] and self.network is not None:
-                self.network.transport.withdraw(name)
-                del self._requesters_by_transfer[name]
+        served = frames.with_offsets(frames.offsets, arena.size_bytes)
+        self.replicas.offer(self.network.transport, offer_name(identity, rank), arena.view, served, reader, urgent=True)
 
     def _end_expired_serving(self) -> None:
         """Ends what is served, and read from the store, for starts whose outcome is known or whose lease has expired
         (see InventoryLease)."""
-        served = {by for every in self._requesters_by_transfer.values() for by in every if by != OWN_NODE}
-        for by in [by for by in served if not self.inventory_lease.has_lease(by)]:
-            self._withdraw_served(by)
+        for reader in self.replicas.readers:
+            name, slash, use = reader.rpartition("/")
+            if slash and use == START_READER and not self.inventory_lease.has_lease(name):
+                self.replicas.withdraw(None, reader)
         for each in self.followed_jobs:
             if not self.inventory_lease.has_lease(each.coordinator.name):
                 each.end_uncoordinated_restore()
 
     def _end_serving(self, identity: Identity) -> None:
         """Has the holders end the serving of that checkpoint."""
-        if self.network is None:
-            return
-        self._withdraw_served(OWN_NODE, identity)
         job = self.current_job
-        for node in job.nodes[1:] if job is not None else ():
-            self.network.notify(node.name, {"t": "withdraw-frames", "identity": str(identity)})
-        for node in self._holders_without_ranks(self._start):
-            self.network.notify(node.name, {"t": "withdraw-frames", "identity": str(identity)})
+        nodes = [*(job.nodes[1:] if job is not None else ()), *self._holders_without_ranks(self._start)]
+        self.replica_service.end_offers(identity, [OWN_NODE, *(node.name for node in nodes)], START_READER)
 
     def _announce_claim(self, job: Job) -> None:
         terms = job.terms
@@ -395,98 +374,64 @@ class ClusterStartup(NodeMemory):
     # -- re-replication of the restored checkpoint
 
     def _rereplicate_restored(self, start: Start) -> None:
-        """Sets up the re-replication of the checkpoint that all ranks have restored."""
-        job, network = self.current_job, self.network
+        """Lets the checkpoint that all ranks have restored be replicated again."""
+        job = self.current_job
         identity = job.claim.parent if job is not None and job.claim is not None else None
-        if job is None or identity is None or network is None or len(job.nodes) < 2:
-            return
-        if identity not in start.gathered_manifests and self._local_checkpoint(identity) is None:
-            # The checkpoint is not whole in memory: replicas would save only a few reads of the store.
-            return
-        if identity in start.gathered_manifests:
-            places = start.gathered_manifests[identity].places
-            self._set_up_rereplication(job, network, identity, places.arena_sizes, places.holders, start.inventory)
-            return
-        sizes = {rank: arena.size_bytes for rank, arena in self._arenas_of(identity).items()}
-        self._set_up_rereplication(job, network, identity, sizes, {rank: [""] for rank in sizes}, start.inventory)
-
-    def _set_up_rereplication(
-        self,
-        job: Job,
-        network: PeerNetwork,
-        identity: Identity,
-        sizes: Mapping[int, int],
-        holders: Mapping[int, Sequence[str]],
-        inventory: Inventory,
-    ) -> None:
-        """Sets up the re-replication of the restored checkpoint, for the ranks that parity does not protect. `sizes`,
-        `holders`: as in FramePlaces. `inventory`: what all nodes hold together."""
-        losses = job.replication_manager.losses_to_survive if job.replication_manager is not None else 0
-        intact = inventory.parity_protected_ranks(identity, losses)
-        named = {
-            rank: [name or network.agent_name for name in names]
-            for rank, names in holders.items()
-            if rank not in intact
-        }
-        services = network, self.replicas, [*job.nodes, *self.memory_nodes.nodes()], identity, named, sizes
-        job.rereplication = Rereplication(
-            *services, self._arenas_of, self._server.call_later, job.emit, job.report_parent_replication
-        )
+        if job is not None and identity is not None:
+            # Where it is not whole in memory, replicas would save only a few reads of the store.
+            is_whole = identity in start.gathered_manifests or self._local_checkpoint(identity) is not None
+            job.needs_rereplication = is_whole and len(job.nodes) > 1
 
     def _advance_rereplication(self) -> None:
         """Re-replicates the restored checkpoint once the job's memory plan is known, until the job has a checkpoint of
         its own that supersedes it."""
         for job in self._jobs():
-            self._set_up_restart_survey(job)
             group, replication_manager = job.scheduler, job.replication_manager
             losses = (
                 replication_manager.losses_to_survive if replication_manager is not None and job.plan is not None else 0
             )
             if job is not self.current_job or group.supersedes_former or group.all_gone or group.superseded_by:
-                for each in (job.restart_survey, job.rereplication):
-                    if each is not None:
-                        each.end()
-                job.restart_survey = job.rereplication = None
-            elif job.restart_survey is not None and job.restart_survey.is_due and losses:
-                job.restart_survey.begin_survey()
-            elif job.rereplication is not None and job.rereplication.is_due and losses:
-                job.rereplication.begin_attempt(job.spare_bytes_by_node(), losses)
+                if job.rereplication is not None:
+                    job.rereplication.end()
+                job.rereplication = None
+            elif losses:
+                self._set_up_rereplication(job)
+                if job.rereplication is not None and job.rereplication.is_due:
+                    job.rereplication.begin_attempt(job.spare_bytes_by_node(), losses)
 
-    def _set_up_restart_survey(self, job: Job) -> None:
-        """Sets up the survey for replicas of the restored checkpoint, if this agent took the job over from a dead one.
-        Waits until the job's own replicated checkpoints and its memory-only nodes are known."""
+    def _set_up_rereplication(self, job: Job) -> None:
+        """Sets up the re-replication of the restored checkpoint. Waits until the memory-only nodes are known, and, if
+        this agent took the job over from a dead one, the job's own replicated checkpoints."""
         network, identity, group = self.network, job.claim.parent if job.claim is not None else None, job.scheduler
-        if not job.needs_restart_survey or job.plan is None or self.memory_nodes.has_pending_nodes:
+        if not job.needs_rereplication or self.memory_nodes.has_pending_nodes:
             return
         if group.newest is not None and group.is_survey_pending:
             return
-        job.needs_restart_survey = False
+        job.needs_rereplication = False
         if identity is None or network is None:
             return
 
-        def ask(then: Callable[[Inventory, bool], None]) -> None:
-            names = [node.name for node in (*job.nodes, *self.memory_nodes.nodes())]
-            own = KeptReplica.from_inventory(self._inventory(whole=True), None, identity.epoch)
-            asked = lambda kept, silent: job.guard(lambda: then(merge_answers(kept, network.agent_name), not silent))  # noqa: E731
-            survey_nodes(network, names, own, identity.epoch, asked)
-
-        def collect(inventory: Inventory, then: Callable[[FramePlaces | None, str], None]) -> None:
-            def collected(found: GatheredManifest | None, error: str) -> None:
+        def rebuild(held: Inventory, then: Callable[[str], None]) -> None:
+            def rebuilt(error: str) -> None:
                 self.replicas.release(identity)
-                then(found.places if found is not None else None, error)
+                then(error)
 
             # Leased, since a newer checkpoint may be replicated meanwhile and evict this one.
             self.replicas.lease(identity)
-            services = network, self._workers, self.parities, self._arenas_of, inventory
-            CheckpointCollector(*services, job.nodes, self.memory_nodes.nodes(), job.guard).collect_whole(
-                identity, collected
-            )
+            services = network, self._workers, self.replica_service, self._arenas_of, held
+            collector = CheckpointCollector(*services, job.nodes, self.memory_nodes.nodes(), job.guard)
+            collector.rebuild(identity, held.missing_ranks(identity), {}, rebuilt)
 
-        def found(places: FramePlaces, inventory: Inventory) -> None:
-            job.restart_survey = None
-            self._set_up_rereplication(job, network, identity, places.arena_sizes, places.holders, inventory)
-
-        job.restart_survey = RestartSurvey(identity, ask, collect, found, self._server.call_later)
+        job.rereplication = Rereplication(
+            *(network, self.replicas, self.replica_service, identity),
+            nodes=lambda: [*job.nodes, *self.memory_nodes.nodes()],
+            own=lambda: self._inventory(whole=True),
+            rebuild=rebuild,
+            guard=job.guard,
+            later=self._server.call_later,
+            emit=job.emit,
+            report=job.report_parent_replication,
+        )
 
     def _encode_holders(self, start: Start, places: FramePlaces) -> bytes:
         """A blob: names and addresses of the holders that have no rank in the job."""

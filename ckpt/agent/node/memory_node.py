@@ -38,23 +38,18 @@ log = logging.getLogger("ckpt")
 
 # Messages handled as on any other node; `PeerHandlers._check_sender` checks the sender by `_is_coordinator`.
 COMMON_MESSAGES = (
-    *(
-        "describe-snapshots",
-        "serve-frames",
-        "replicate",
-        "replicated",
-        "encode-parity",
-        "withdraw-frames",
-        "write-frames",
-        "cancel-write",
-        "publish-snapshots",
-        "withdraw-published",
-        "publish-parity",
-        "forget-replicas",
-        "drop-older-epochs",
-        "node-disconnected",
-    ),
-    "survey-replicas",
+    "describe-snapshots",
+    "serve-frames",
+    "replicate",
+    "replicated",
+    "write-frames",
+    "cancel-write",
+    "publish-snapshots",
+    "withdraw-published",
+    "publish-parity",
+    "forget-replicas",
+    "drop-older-epochs",
+    "node-disconnected",
 )
 
 
@@ -137,6 +132,8 @@ class MemoryNode(Agent):
                 self._memory_lease.on_coordinator_lost(channel.peer)
             case "epoch-ended":
                 self._drop_epoch_replicas(channel, Epoch.parse(str(fields["epoch"])))
+            case "survey" if not fields.get("lease", True):
+                super().peer_message(channel, message)
             case _ if message.kind in COMMON_MESSAGES:
                 super().peer_message(channel, message)
             case _:

@@ -26,7 +26,7 @@ from ckpt.agent.node.startup_state import Start
 from ckpt.agent.observability.status import Status
 from ckpt.agent.preemption.notice_listener import NoticeListeners
 from ckpt.agent.preemption.notice_relay import ExitTiming
-from ckpt.agent.replication.parity_service import ParityService
+from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
 from ckpt.agent.runtime import memory_plan
@@ -75,7 +75,7 @@ class NodeMemory:
         self.replicas.get_eviction_rule = self._eviction_predicate
         self.replicas.check_eviction = lambda epoch: self.inventory_lease.check(OWN_NODE, epoch)
         own = self._arenas_of, lambda: self.network, self._workers.free_bytes
-        self.parities = ParityService(self._workers, server.post, self.replicas, *own)
+        self.replica_service = ReplicaService(self._workers, server.post, self.replicas, *own)
         self._events = Events(lambda event: server.post(lambda: self._emit_event(event)))
         self._store = StoreClient(url, settings, self._events, owner_of(socket.gethostname()))
         self._notice_listeners = NoticeListeners(server.post, self._on_notice, self._events)
@@ -95,7 +95,7 @@ class NodeMemory:
             self.status_view.account,
             self.status_view.record_event,
             self.alarms.scores_by_source,
-            self.parities,
+            self.replica_service,
         )
         self._start: Start | None = None
 
@@ -129,8 +129,7 @@ class NodeMemory:
         for each in self.followed_jobs:
             found.add_epoch(each.claim, each.epoch, each.local_share.ended_step())
             found.add_arenas(each.local_share.all_arenas())
-        found.add_arenas(self.replicas.arenas())
-        found.add_chunks(self.replicas.parity_store.chunks_by_name.values())
+        found.merge(self.replicas.inventory(), "")
         for identity in self.replicas.identities:
             # The step 0: a holder of a replica has not seen how far that run came.
             found.add_epoch(None, identity.epoch, 0)
@@ -138,6 +137,7 @@ class NodeMemory:
         # The store may not know these epochs; the next start's epoch has to exceed them all.
         for epoch in (*self._store.claims.own_epochs, *elsewhere):
             found.add_epoch(None, epoch, 0)
+        found.announced_replicated = self.replicas.announced_replicated
         return found
 
     def _arenas_of(self, identity: Identity, hashed: bool = True) -> dict[int, Arena]:

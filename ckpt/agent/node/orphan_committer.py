@@ -23,7 +23,7 @@ from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, wri
 from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_orphan, judge
 from ckpt.agent.commit.store_client import JobOptions
 from ckpt.agent.node.peer_handlers import PeerHandlers
-from ckpt.agent.node.previous_nodes import survey_inventories
+from ckpt.agent.replication.survey import survey_nodes
 from ckpt.agent.restore.collect import CheckpointCollector
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
@@ -64,14 +64,13 @@ class UncoordinatedJob:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One attempt to commit an orphaned checkpoint. `pending_nodes`: the nodes that have not answered the survey;
-    `answered_nodes`: the other nodes that have. `identity`: what is being committed. `settled`: the epoch of a
-    checkpoint that the run does not need; older ones are tried then."""
+    """One attempt to commit an orphaned checkpoint. `answered_nodes`: the other nodes that answered the survey.
+    `identity`: what is being committed. `settled`: the epoch of a checkpoint that the run does not need; older ones are
+    tried then."""
 
     job: UncoordinatedJob
     network: PeerNetwork
     inventory: Inventory
-    pending_nodes: set[str] = field(default_factory=set)
     answered_nodes: list[NodeAt] = field(default_factory=list)
     cancel: threading.Event = field(default_factory=threading.Event)
     identity: Identity | None = None
@@ -181,19 +180,18 @@ class OrphanCommitter(PeerHandlers):
         self._end_commit_attempt(settled)
 
     def _survey_other_nodes(self, attempt: _Attempt) -> None:
-        def heard(node: NodeAt | None) -> None:
-            if node is not None:
+        def surveyed(found: Mapping[str, Inventory], silent: Sequence[str]) -> None:
+            for node in [node for node in nodes if node.name in found]:
+                attempt.inventory.merge(found[node.name], node.name)
                 attempt.answered_nodes.append(node)
-            if not attempt.pending_nodes and attempt.identity is None:
-                self._choose_orphan(attempt)
+            self._choose_orphan(attempt)
 
         network, nodes = attempt.network, attempt.job.nodes
         others = [node for node in nodes[1:] if node.name != network.agent_name]
         # The former coordinator's agent may be connected: it may have followed a newer start that was led from here.
         others += [node for node in nodes[:1] if network.channel(node.name) is not None]
-        guard = lambda what: self._guard_commit_attempt(attempt, what)  # noqa: E731
-        what = {"t": "survey", "for_orphans": True}, attempt.inventory, attempt.pending_nodes
-        survey_inventories(network, others, *what, guard, self._server.call_later, heard)
+        guard: Callable[[Callable[[], None]], None] = lambda what: self._guard_commit_attempt(attempt, what)  # noqa: E731
+        survey_nodes(network, others, surveyed, {"for_orphans": True}, guard, self._server.call_later)
 
     def _choose_orphan(self, attempt: _Attempt) -> None:
         """Chooses the newest checkpoint that memory can give, and commits it if the run still needs it."""
@@ -241,7 +239,7 @@ class OrphanCommitter(PeerHandlers):
                 self._choose_older_orphan(attempt, identity, f"it cannot be had: {error}")
 
         mine = [node for node in attempt.job.nodes if node.name == attempt.network.agent_name]
-        services = attempt.network, self._workers, self.parities, self._arenas_of, attempt.inventory
+        services = attempt.network, self._workers, self.replica_service, self._arenas_of, attempt.inventory
         guard = lambda what: self._guard_commit_attempt(attempt, what)  # noqa: E731
         CheckpointCollector(*services, [*mine, *attempt.answered_nodes], (), guard).collect_whole(identity, collected)
 

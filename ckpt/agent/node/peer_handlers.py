@@ -23,7 +23,7 @@ from ckpt.agent.job.job import Job
 from ckpt.agent.net.permissions import EPOCH_KINDS, Sender, epoch_of, required_sender
 from ckpt.agent.net.progress import Progress, ProgressReport
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.node.cluster_startup import RECONNECT_S
+from ckpt.agent.node.cluster_startup import RECONNECT_S, START_READER
 from ckpt.agent.node.inventory_lease import EPOCH_GAP_MAX
 from ckpt.agent.node.startup import Startup
 from ckpt.agent.preemption.notice_relay import (
@@ -34,9 +34,6 @@ from ckpt.agent.preemption.notice_relay import (
     parse_relayed_notices,
     parse_returned_notices,
 )
-from ckpt.agent.replication.parity_service import decode_ranks
-from ckpt.agent.replication.replica_store import decode_described
-from ckpt.agent.replication.survey import KeptReplica
 from ckpt.agent.restore.shared_read import shared_read_of
 from ckpt.agent.runtime.connections import deliver
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
@@ -46,7 +43,6 @@ from ckpt.agent.snapshots.remote_share import AnyPeer, RemotePeer, WriteRequest
 from ckpt.errors import AgentError, Superseded
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.messages import Message
-from ckpt.ipc.node_list import NodeAt
 from ckpt.ipc.notice_sources import Sources
 from ckpt.preemption.notice import Notice, NoticeChange, Withdrawn
 from ckpt.settings import Settings
@@ -211,12 +207,10 @@ class PeerHandlers(Startup):
             case "start":
                 self._on_remote_start(channel, fields)
             case "survey":
-                self._send_inventory(channel, int(fields["id"]), bool(fields.get("for_orphans")))
-            case "survey-replicas":
-                keeps = KeptReplica.from_inventory(
-                    self._inventory(True), self.replicas.announced_replicated, Epoch.parse(str(fields["epoch"]))
-                )
-                channel.reply(int(fields["id"]), keeps.fields(), keeps.blobs())
+                request_id = int(fields["id"])
+                if fields.get("lease", True):
+                    self._grant_inventory_lease(channel.peer, bool(fields.get("for_orphans")))
+                self._send_inventory(channel, request_id)
             case "start-outcome":
                 self._on_start_outcome(channel.peer, fields)
             case "describe-snapshots":
@@ -225,29 +219,25 @@ class PeerHandlers(Startup):
                 rank, identity = int(fields["rank"]), Identity.parse(str(fields["identity"]))
                 arena = self._arenas_of(identity).get(rank)
                 frames = Frames.decode(message.blobs[0], arena.size_bytes if arena is not None else 0)
-                self._serve_frames(identity, rank, frames, channel.peer)
+                self._serve_frames(identity, rank, frames, _reader_name(channel, {"reader": START_READER}))
             case "write-frames":
                 self._write_commit_part(channel, message)
             case "cancel-write":
                 told = channel.peer, Identity.parse(str(fields["identity"]))
                 for _, _, cancel in [each for each in self._pending_writes if each[:2] == told]:
                     cancel.set()
-            case "replicate":
-                self._keep_replicas(channel, message)
             case "replicated":
                 self.replicas.evict_older_than(Identity.parse(str(fields["identity"])))
             case "forget-replicas":
                 self.replicas.evict_epoch(Epoch.parse(str(fields["epoch"])))
-            case "publish-snapshots" | "encode-parity" | "publish-parity" | "rebuild":
-                self._on_parity_request(channel, message)
+            case "replicate" | "publish-snapshots" | "publish-parity" | "rebuild":
+                self._on_replica_request(channel, message)
             case "withdraw-published":
-                self.parities.withdraw(Identity.parse(str(fields["identity"])), _reader_name(channel, fields))
+                self.replica_service.withdraw(Identity.parse(str(fields["identity"])), _reader_name(channel, fields))
             case "borrow-memory":
                 raise AgentError("this agent lends no memory; it is that of a job's node")
             case "read-frames" | "frames-read":
                 self._on_shared_read(channel, message)
-            case "withdraw-frames":
-                self._withdraw_served(channel.peer, Identity.parse(str(fields["identity"])))
             case "drop-older-epochs":
                 self._drop_older_epochs(Epoch.parse(str(fields["epoch"])))
             case "node-disconnected":
@@ -320,10 +310,8 @@ class PeerHandlers(Startup):
         """Whether agent `name` coordinates `epoch` (None: any epoch) with ranks on this node."""
         return any(each.coordinator.name == name and epoch in (each.epoch, None) for each in self.followed_jobs)
 
-    def _send_inventory(self, channel: Channel, request_id: int, for_orphans: bool = False) -> None:
-        """Answers a survey with this node's inventory, which stays as listed until the outcome. `for_orphans` and
-        errors: see InventoryLease.take_lease."""
-        self._grant_inventory_lease(channel.peer, for_orphans)
+    def _send_inventory(self, channel: Channel, request_id: int) -> None:
+        """Answers a survey with this node's inventory. With a lease it stays as listed until the outcome."""
         packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
         channel.reply(request_id, {}, [packed])
 
@@ -343,21 +331,21 @@ class PeerHandlers(Startup):
         ):
             self.current_job.supersede(f"{epoch}, begun on other nodes")
 
-    def _on_parity_request(self, channel: Channel, message: Message) -> None:
-        """A peer asks for this node's work on parity: to publish, encode, lend or rebuild."""
+    def _on_replica_request(self, channel: Channel, message: Message) -> None:
+        """A peer asks for this node's work on replicas; see ReplicaService."""
         request_id = int(message.fields["id"])
 
         moving = ProgressReport(channel, request_id, self.replicas.progress, self._server.call_later)
 
         def done(blobs: list[bytes], error: str) -> None:
             moving.end()
-            if message.kind == "encode-parity":
+            if message.kind == "replicate":
                 error = error or self._late_refusal(channel.peer, message.fields)
             answer_request(channel, request_id, {}, error, blobs)
 
         try:
             fields = {**message.fields, "reader": _reader_name(channel, message.fields)}
-            self.parities.serve_request(fields, message.blobs, done)
+            self.replica_service.serve_request(fields, message.blobs, done)
         except BaseException:
             moving.end()  # the request is refused
             raise
@@ -406,31 +394,6 @@ class PeerHandlers(Startup):
         write = functools.partial(write_part, self._store, wanted, arenas, self._write_progress.advance, under_way[2])
         self._workers.run(Lane.COMMIT, write, written)
 
-    def _keep_replicas(self, channel: Channel, message: Message) -> None:
-        """Keeps replicas of another node's snapshots. They evict older ones, unless they are a re-replication."""
-        from ckpt.ipc.addresses import Address
-
-        fields, network = message.fields, self.network
-        assert network is not None  # the message came through it
-        request_id, identity = int(fields["id"]), Identity.parse(str(fields["identity"]))
-        node = NodeAt(str(fields["source"]), tuple(Address.parse(str(text)) for text in fields["addresses"]), ())
-
-        def kept(error: str) -> None:
-            moving.end()
-            answer_request(channel, request_id, {}, error or self._late_refusal(channel.peer, fields))
-
-        wanted = decode_described(message.blobs[0])
-        # A re-replicated checkpoint evicts nothing: it may be older than what is kept here.
-        if not fields.get("rereplication"):
-            safe = fields["replicated"]
-            sizes = [each.arena_bytes for each in wanted]
-            needed = decode_ranks(fields.get("needed_ranks"))
-            self.replicas.evict_superseded(
-                identity, Identity.parse(str(safe)) if safe is not None else None, sizes, needed
-            )
-        self.replicas.fetch_replicas(network.transport, identity, node.name, network.addresses(node), wanted, kept)
-        moving = ProgressReport(channel, request_id, self.replicas.progress, self._server.call_later)
-
     def _on_follower_message(self, job: Job, channel: Channel, message: Message) -> None:
         """A message from a node with ranks of `job`, which is coordinated here."""
         fields = message.fields
@@ -475,6 +438,7 @@ class PeerHandlers(Startup):
             self._supersede_current_job(self.current_job, launch)
         for each in self.followed_jobs:
             each.end_uncoordinated_restore()
+        self._grant_inventory_lease(channel.peer)
         self._send_inventory(channel, request_id)
 
     def _send_declarations(self, channel: Channel, fields: dict[str, Any]) -> None:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.replication.parity_service import ParityService, Where
-from ckpt.agent.replication.replica_store import decode_described, encode_described, transfer_name
-from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunkName
+from ckpt.agent.replication.replica_service import ReplicaService, Where
+from ckpt.agent.replication.replica_store import transfer_name
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunkName, decode_described, encode_described
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.parity import Row
 from ckpt.placement.rebuild import Striped, rebuildable_ranks
@@ -43,7 +43,7 @@ class Rebuild:
 
     def __init__(
         self,
-        parities: ParityService,
+        service: ReplicaService,
         nodes: Sequence[NodeAt],
         identity: Identity,
         holders: Mapping[int, Sequence[str]],
@@ -55,7 +55,7 @@ class Rebuild:
     ) -> None:
         """`me`: the name of this node if it is the only one. `leave`: by node, replica bytes that must stay free beside
         its rebuilds, else it refuses them; 0 by default. `urgent`: a start waits for it."""
-        self._parity_service, self._identity, self._on_done = parities, identity, then
+        self._service, self._identity, self._on_done = service, identity, then
         self._reader = secrets.token_hex(8)  # another rebuild may read the same offers
         self._addresses_by_node = {node.name: node.addresses for node in nodes}
         self._names = list(self._addresses_by_node) or [me]
@@ -168,7 +168,7 @@ class Rebuild:
     def _is_late(self, name: str) -> bool:
         """Whether the rebuild was over before this node's answer. Then its offers are ended, too."""
         if self.is_over:
-            self._parity_service.end_offers(self._identity, [name], self._reader)
+            self._service.end_offers(self._identity, [name], self._reader)
         return self.is_over
 
     # -- making them
@@ -257,7 +257,7 @@ class Rebuild:
     def _finish(self) -> None:
         if not self.is_over:
             self.is_over = True
-            self._parity_service.end_offers(self._identity, self._names, self._reader)
+            self._service.end_offers(self._identity, self._names, self._reader)
             self._on_done(
                 self._node_by_rebuilt_rank,
                 self._errors_by_rank[min(self._errors_by_rank)] if self._errors_by_rank else "",
@@ -265,7 +265,7 @@ class Rebuild:
 
     def _ask(self, name: str, fields: dict[str, object], blobs: Sequence[bytes], then: Callable[..., None]) -> None:
         more = {"identity": str(self._identity), "reader": self._reader, "urgent": self._urgent}
-        self._parity_service.send_request(name, {**fields, **more}, blobs, then)
+        self._service.send_request(name, {**fields, **more}, blobs, then)
 
 
 def _part_of(where: Where, rank: int) -> Where:

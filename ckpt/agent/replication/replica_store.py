@@ -1,11 +1,12 @@
-"""The replica store of one node: keeps copies and parity for peers, and offers snapshots to peers.
+"""The replica store of one node: keeps copies and parity chunks for peers, and offers its memory to peers.
 
 It evicts when it is told: by a coordinator (`evict_superseded`, `evict_older_than`, `evict_epoch`), by a start
 (`evict_epochs_before`), and by node_memory.py when memory runs short (`evict`).
 
 A copy is an arena with the same bytes as the original, and is used like the original. Every frame is verified by its
 hash on arrival. The first page says what the arena holds; it is written last, so a partial copy is never taken for a
-whole one. Main thread only, but for `described`, which runs on a worker.
+whole one. A parity chunk is a replica that this node makes of other nodes' frames (parity_worker.py). Main thread only.
+Arenas are filled and closed by worker threads: zeroing 1 GiB would block the main thread for half a second.
 """
 
 from __future__ import annotations
@@ -14,61 +15,26 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
-
-import msgpack
 
 from ckpt.agent.net.progress import Progress
 from ckpt.agent.net.tcp_receiver import Fetch
 from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.replication.parity_store import ParityStore
 from ckpt.agent.runtime.workers import Lane, Workers, failure
-from ckpt.agent.snapshots.described import DescribedSnapshot, describe_snapshots
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, describe_snapshots
 from ckpt.agent.snapshots.inventory import Inventory, Key, find_sealed_snapshot
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.addresses import Address
-from ckpt.ipc.arena import PAGE, Arena
-from ckpt.ipc.bounded_msgpack import unpack_bounded
+from ckpt.ipc.arena import Arena, created_bytes
 from ckpt.types import Epoch, Identity
-
-if TYPE_CHECKING:
-    from ckpt.agent.snapshots.described import ParityChunkName
 
 log = logging.getLogger("ckpt")
 
-COPIES_MAX = 4096  # ranks of one checkpoint that one node keeps
-ARENA_BYTES_MAX = 1 << 42
 SHOWN, RANKS_SHOWN = 4, 64
 # Checkpoints kept beside `announced_replicated` while it is unknown which one is replicated.
 FAILED_MAX = 2
 
-
-def encode_described(found: Sequence[DescribedSnapshot]) -> bytes:
-    packed: bytes = msgpack.packb(
-        [[each.rank, each.arena_bytes, each.first_page, each.frames.encode()] for each in found]
-    )
-    return packed
-
-
-def decode_described(blob: bytes) -> list[DescribedSnapshot]:
-    """The inverse of `encode_described`. Errors: AgentError if malformed."""
-    try:
-        rows = unpack_bounded(blob, "what a node says of its snapshots")
-        if not isinstance(rows, list) or len(rows) > COPIES_MAX:
-            raise AgentError("a node describes more snapshots than there can be")
-        return [_decode_snapshot(*row) for row in rows]
-    except (ValueError, TypeError, OverflowError) as exc:
-        raise AgentError(f"a node describes its snapshots wrong: {exc}") from exc
-
-
-def _decode_snapshot(rank: int, size: int, page: bytes, frames: bytes) -> DescribedSnapshot:
-    found = DescribedSnapshot(int(rank), int(size), bytes(page), Frames.decode(frames, int(size)))
-    if found.rank < 0 or not PAGE <= found.arena_bytes <= ARENA_BYTES_MAX or len(found.first_page) != PAGE:
-        raise AgentError(f"the snapshot of rank {rank} is described wrong")
-    if len(found.frames) and int(found.frames.offsets.min()) < PAGE:
-        raise AgentError(f"the snapshot of rank {rank} is described wrong")
-    return found
+ReplicaName = Key | ParityChunkName
 
 
 def transfer_name(identity: Identity, rank: int) -> str:
@@ -77,29 +43,40 @@ def transfer_name(identity: Identity, rank: int) -> str:
 
 
 def _identity_of(transfer: str) -> Identity:
-    """The checkpoint that an offer is of, be it a copy or parity."""
+    """The checkpoint that an offer is of: the second part of its name."""
     return Identity.parse(transfer.split("/")[1])
 
 
+def _checkpoint_of(name: ReplicaName) -> Identity:
+    return name.identity if isinstance(name, ParityChunkName) else name[0]
+
+
+def _bytes(arenas: Iterable[Arena]) -> int:
+    return sum(arena.size_bytes for arena in arenas)
+
+
 class ReplicaStore:
-    """Replicas that this node keeps for peers, and the transfers it offers them. `kept`: complete, verified copies.
-    `parity_store`: the parity, evicted by the same rules."""
+    """Replicas that this node keeps for peers, and the transfers it offers them. `arenas_by_key`: complete, verified
+    copies. `chunks_by_name`: complete parity chunks."""
 
     def __init__(self, workers: Workers, post: Callable[[Callable[[], None]], None]) -> None:
         self.arenas_by_key: dict[Key, Arena] = {}
-        self.parity_store = ParityStore(workers, lambda name: self._end_offer(name.transfer_name))
+        self.chunks_by_name: dict[ParityChunkName, ParityChunk] = {}
         self.progress = Progress()  # of copies that arrive, and of parity that is made here
         self._workers, self._post = workers, post
         self._spare_arenas: list[Arena] = []  # free arenas with warm pages
         self._readers_by_offer: dict[str, set[str]] = {}  # name of an offer -> its readers
         self._urgent_offers: set[str] = set()  # names of the urgent offers
         self._transport: Transport | None = None  # the transport of the offers
-        self._incoming: dict[Key, tuple[Fetch, Arena]] = {}  # copies that are being fetched
-        self._sources_by_key: dict[Key, str] = {}  # copies in `_incoming` -> the agent they come from
-        self._evicted_incoming: set[Key] = set()  # copies in `_incoming` that were evicted meanwhile
+        self._incoming: dict[ReplicaName, Arena] = {}  # copies that are being fetched, and chunks that are being made
+        self._fetches: dict[Key, tuple[Fetch, str]] = {}  # of the copies in `_incoming`, with the agent each comes from
+        self._evicted_incoming: set[ReplicaName] = set()  # those in `_incoming` that were evicted meanwhile
         self._get_limit_bytes: Callable[[], int] | None = None  # the memory limit in bytes; None: unlimited
         self._leases: Counter[Identity] = Counter()
-        self._evicted_leased: dict[Key, Arena] = {}  # evicted, but still leased
+        self._evicted_leased: list[tuple[Identity, Arena]] = []  # evicted, but still leased
+        # By checkpoint, the chunks that replace its other chunks once it is replicated.
+        self._replacements: dict[Identity, frozenset[ParityChunkName]] = {}
+        self.oldest_epoch: Epoch | None = None  # earlier epochs are not kept any more
         self.announced_replicated: Identity | None = None  # the newest checkpoint that a coordinator called replicated
         self._failed_transfers: set[tuple[Identity, str]] = set()  # (checkpoint, source) whose last transfer failed
         # Returns a predicate: which checkpoints may be evicted when memory is short.
@@ -109,13 +86,13 @@ class ReplicaStore:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all arenas and chunks: kept, leased, on their way, and spare."""
-        return (
-            self._used_bytes
-            + self.parity_store.bytes
-            - self.parity_store.used_bytes
-            + sum(each.size_bytes for each in self._spare_arenas)
-        )
+        """Bytes of all arenas: kept, leased, on their way, and spare."""
+        return self.used_bytes + _bytes(self._spare_arenas)
+
+    @property
+    def used_bytes(self) -> int:
+        """`bytes` without the spare arenas."""
+        return _bytes([*self._kept.values(), *self._incoming.values(), *(each for _, each in self._evicted_leased)])
 
     @property
     def allocated_bytes(self) -> int:
@@ -124,19 +101,18 @@ class ReplicaStore:
 
     @property
     def unallocated_bytes(self) -> int:
-        """Bytes that copies and parity on their way will still allocate: pages are taken as the data arrives."""
-        return self.parity_store.unallocated_bytes + sum(arena.untouched_bytes for _, arena in self._incoming.values())
+        """Bytes that replicas on their way will still allocate: pages are taken as the data arrives."""
+        return sum(arena.untouched_bytes for arena in self._incoming.values())
 
     @property
-    def _used_bytes(self) -> int:
-        coming = [arena for _, arena in self._incoming.values()]
-        arenas = [*self.arenas_by_key.values(), *self._evicted_leased.values(), *coming]
-        return self.parity_store.used_bytes + sum(arena.size_bytes for arena in arenas)
+    def _kept(self) -> dict[ReplicaName, Arena]:
+        chunks = ((name, chunk.arena) for name, chunk in self.chunks_by_name.items())
+        return dict([*self.arenas_by_key.items(), *chunks])
 
     @property
     def identities(self) -> set[Identity]:
         """The checkpoints of which a copy or parity is kept."""
-        return {identity for identity, _ in self.arenas_by_key} | self.parity_store.identities
+        return {_checkpoint_of(name) for name in self._kept}
 
     def set_limit(self, room: Callable[[], int]) -> None:
         """From now on a copy that does not fit is refused. `room`: the current limit of `bytes`."""
@@ -144,7 +120,7 @@ class ReplicaStore:
 
     def fits(self, sizes: Iterable[int]) -> bool:
         """Whether arenas of these sizes fit in the limit once the spare ones are closed."""
-        return self._get_limit_bytes is None or self._used_bytes + sum(sizes) <= self._get_limit_bytes()
+        return self._get_limit_bytes is None or self.used_bytes + sum(sizes) <= self._get_limit_bytes()
 
     def evict_to_fit(self, sizes: Iterable[int]) -> None:
         """Evicts what `get_eviction_rule` permits, if arenas of these sizes do not fit."""
@@ -153,11 +129,12 @@ class ReplicaStore:
 
     def bytes_of(self, epoch: Epoch) -> int:
         """Bytes kept and on their way of that epoch's checkpoints, with all spare memory."""
-        coming = [arena for (identity, _), (_, arena) in self._incoming.items() if identity.epoch == epoch]
-        kept = [arena for (identity, _), arena in self.arenas_by_key.items() if identity.epoch == epoch]
-        return self.parity_store.bytes_of(epoch) + sum(
-            arena.size_bytes for arena in [*kept, *coming, *self._spare_arenas]
-        )
+        of_epoch = [
+            arena
+            for name, arena in [*self._kept.items(), *self._incoming.items()]
+            if _checkpoint_of(name).epoch == epoch
+        ]
+        return _bytes([*of_epoch, *self._spare_arenas])
 
     # -- as the node that has the original
 
@@ -205,20 +182,22 @@ class ReplicaStore:
         self._transport = transport
         self._readers_by_offer.setdefault(name, set()).add(reader)
 
+    @property
+    def readers(self) -> set[str]:
+        """The readers of all offers."""
+        return set[str]().union(*self._readers_by_offer.values())
+
     def is_offered(self, identity: Identity) -> bool:
         return any(_identity_of(name) == identity for name in self._readers_by_offer)
 
-    def withdraw(self, transport: Transport, identity: Identity, reader: str = "") -> None:
-        """Ends that reader's use of all offers of the checkpoint. An offer without readers ends."""
-        offered = f"copy/{identity}/", f"parity/{identity}/"
-        for name in [
-            name for name, readers in self._readers_by_offer.items() if name.startswith(offered) and reader in readers
-        ]:
-            self._readers_by_offer[name].discard(reader)
-            if not self._readers_by_offer[name]:
-                transport.withdraw(name)
-                del self._readers_by_offer[name]
-                self._urgent_offers.discard(name)
+    def withdraw(self, identity: Identity | None, reader: str = "") -> None:
+        """Ends that reader's use of all offers of the checkpoint; None: of all checkpoints. An offer without readers
+        ends."""
+        for name, readers in list(self._readers_by_offer.items()):
+            if reader in readers and identity in (None, _identity_of(name)):
+                readers.discard(reader)
+                if not readers:
+                    self._end_offer(name)
 
     # -- as the node that keeps it
 
@@ -268,7 +247,7 @@ class ReplicaStore:
                 ended(wanted.rank, why)
 
             # It runs after `fetched`.
-            self._incoming[key][0].completion.add_done_callback(lambda done: self._post(landed))
+            self._fetches[key][0].completion.add_done_callback(lambda done: self._post(landed))
             return
         try:
             arena = self._take_arena(wanted.arena_bytes)
@@ -284,12 +263,11 @@ class ReplicaStore:
             wanted.frames,
             landed=self.progress.advance,
         )
-        self._incoming[key] = fetch, arena
-        self._sources_by_key[key] = source
+        self._incoming[key], self._fetches[key] = arena, (fetch, source)
 
         def fetched(done: Future[None]) -> None:
             self._incoming.pop(key, None)
-            self._sources_by_key.pop(key, None)
+            self._fetches.pop(key, None)
             error = failure(done)
             if not error:
                 error = self._seal_replica(key, arena, wanted)
@@ -302,11 +280,11 @@ class ReplicaStore:
 
     def handle_disconnect(self, source: str) -> None:
         """Agent `source` has disconnected: cancels the copies from it at once, before their transfers time out."""
-        for key in [key for key, name in self._sources_by_key.items() if name == source]:
-            self._incoming[key][0].cancel()
+        for fetch, _ in [each for each in self._fetches.values() if each[1] == source]:
+            fetch.cancel()
 
     def _seal_replica(self, key: Key, arena: Arena, wanted: DescribedSnapshot) -> str:
-        if key in self._evicted_incoming or self.parity_store.is_outdated(key[0]):
+        if key in self._evicted_incoming or self._is_outdated(key[0]):
             return f"nobody goes on from {key[0]} any more"
         arena.write_header_page(wanted.first_page)
         found = find_sealed_snapshot(arena)
@@ -355,30 +333,42 @@ class ReplicaStore:
         if not self.fits(sizes):
             self.evict((others & may_stay).__contains__)
         if needed is not None and safe != identity and not self.fits(sizes):
-            self._evict_keys([key for key in self.arenas_by_key if key[0] == safe and key[1] not in needed])
+            self._evict_replicas([key for key in self.arenas_by_key if key[0] == safe and key[1] not in needed])
             if not needed:
-                self.parity_store.evict(lambda each: each == safe)
+                self._evict_replicas([name for name in self.chunks_by_name if name.identity == safe])
 
     def evict(self, goes: Callable[[Identity], bool]) -> None:
         """Evicts these checkpoints, and cancels what is still on its way of them. Leased copies go at `release`."""
-        for key in [key for key in self._incoming if goes(key[0])]:
-            self._evicted_incoming.add(key)
-            self._incoming[key][0].cancel()
-        for name in list(self._readers_by_offer):
-            if goes(_identity_of(name)):
-                self._end_offer(name)
-        self.parity_store.evict(goes)
+        self._evicted_incoming.update(name for name in self._incoming if goes(_checkpoint_of(name)))
+        for fetch in [fetch for key, (fetch, _) in self._fetches.items() if goes(key[0])]:
+            fetch.cancel()
+        for offer in [offer for offer in self._readers_by_offer if goes(_identity_of(offer))]:
+            self._end_offer(offer)
         self._failed_transfers = {each for each in self._failed_transfers if not goes(each[0])}
-        self._evict_keys([key for key in self.arenas_by_key if goes(key[0])])
+        self._replacements = {identity: names for identity, names in self._replacements.items() if not goes(identity)}
+        self._evict_replicas([name for name in self._kept if goes(_checkpoint_of(name))])
 
-    def _evict_keys(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            self._end_offer(transfer_name(*key))
-            arena = self.arenas_by_key.pop(key)
-            if self._leases[key[0]]:
-                self._evicted_leased[key] = arena
+    def _evict_replicas(self, names: Iterable[ReplicaName]) -> None:
+        for name in names:
+            if isinstance(name, ParityChunkName):
+                self._end_offer(name.transfer_name)
+                arena = self.chunks_by_name.pop(name).arena
+            else:
+                self._end_offer(transfer_name(*name))
+                arena = self.arenas_by_key.pop(name)
+            if self._leases[_checkpoint_of(name)]:
+                self._evicted_leased.append((_checkpoint_of(name), arena))
             else:
                 self._recycle_arena(arena)
+
+    def evict_other_chunks(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
+        """Evicts all other chunks of that checkpoint: they came of a failed attempt."""
+        self._replacements.pop(identity, None)
+        self._evict_replicas([name for name in self.chunks_by_name if name.identity == identity and name not in names])
+
+    def plan_replacement(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
+        """As `evict_other_chunks`, but once the checkpoint is replicated: until then the other chunks replicate it."""
+        self._replacements[identity] = frozenset(names)
 
     def _end_offer(self, name: str) -> None:
         """Ends an offer even while it has readers: its memory will be used again."""
@@ -388,22 +378,25 @@ class ReplicaStore:
             self._urgent_offers.discard(name)
 
     def lease(self, identity: Identity) -> None:
-        """Protects the copies of that checkpoint from reuse until `release`. Leases are counted."""
+        """Protects the replicas of that checkpoint from reuse until `release`. Leases are counted."""
         self._leases[identity] += 1
 
     def release(self, identity: Identity) -> None:
-        """Ends one lease. After the last, the memory of evicted copies is reused."""
+        """Ends one lease. After the last, the memory of evicted replicas is reused."""
         self._leases[identity] -= 1
         if not self._leases[identity]:
             del self._leases[identity]
-            for key in [key for key in self._evicted_leased if key[0] == identity]:
-                self._recycle_arena(self._evicted_leased.pop(key))
+            for each in [each for each in self._evicted_leased if each[0] == identity]:
+                self._evicted_leased.remove(each)
+                self._recycle_arena(each[1])
 
     def evict_older_than(self, newer: Identity) -> None:
         """Evicts all checkpoints older than `newer`, which is replicated, also of earlier epochs. Errors: AgentError,
         see `check_eviction`."""
         self.check_eviction(newer.epoch)
-        self.parity_store.evict_replaced(newer)
+        names = self._replacements.get(newer)
+        if names is not None:
+            self.evict_other_chunks(newer, names)
         self.announced_replicated = max(newer, self.announced_replicated or newer)
         self.evict(lambda identity: identity < newer)
 
@@ -418,8 +411,11 @@ class ReplicaStore:
     def evict_epochs_before(self, epoch: Epoch) -> None:
         """Evicts all epochs before `epoch`, now and in future. Errors: AgentError, see `check_eviction`."""
         self.check_eviction(epoch)
-        self.parity_store.oldest_epoch = max(epoch, self.parity_store.oldest_epoch or epoch)
-        self.evict(self.parity_store.is_outdated)
+        self.oldest_epoch = max(epoch, self.oldest_epoch or epoch)
+        self.evict(self._is_outdated)
+
+    def _is_outdated(self, identity: Identity) -> bool:
+        return self.oldest_epoch is not None and identity.epoch < self.oldest_epoch
 
     def close_spares(self, missing: int) -> int:
         """Closes spare arenas until about `missing` bytes are free. Returns the bytes freed."""
@@ -427,17 +423,17 @@ class ReplicaStore:
         while self._spare_arenas and freed < missing:
             freed += self._spare_arenas[0].size_bytes
             self._workers.close_arenas([self._spare_arenas.pop(0)])
-        return freed + (self.parity_store.close_spares(missing - freed) if freed < missing else 0)
+        return freed
 
     def close(self) -> None:
-        for fetch, _ in self._incoming.values():
+        for fetch, _ in self._fetches.values():
             fetch.cancel()
-        self._workers.close_arenas([arena for _, arena in self._incoming.values()])
-        self._workers.close_arenas([*self.arenas_by_key.values(), *self._evicted_leased.values(), *self._spare_arenas])
+        leased = [arena for _, arena in self._evicted_leased]
+        self._workers.close_arenas([*self._incoming.values(), *self._kept.values(), *leased, *self._spare_arenas])
         self.arenas_by_key.clear()
+        self.chunks_by_name.clear()
         self._evicted_leased.clear()
         self._spare_arenas.clear()
-        self.parity_store.close()
 
     def arenas_of(self, identity: Identity) -> dict[int, Arena]:
         """The complete copies of that checkpoint, by rank."""
@@ -457,21 +453,46 @@ class ReplicaStore:
     def arenas(self) -> Iterable[Arena]:
         return self.arenas_by_key.values()
 
+    def chunks_of(self, identity: Identity) -> list[ParityChunk]:
+        return [chunk for name, chunk in self.chunks_by_name.items() if name.identity == identity]
+
     def inventory(self) -> Inventory:
-        """The inventory of the copies, without parity."""
-        found = Inventory()
+        """The inventory of the replicas."""
+        found = Inventory(announced_replicated=self.announced_replicated)
         found.add_arenas(self.arenas_by_key.values())
+        found.add_chunks(self.chunks_by_name.values())
         return found
 
+    # -- memory
+
+    def is_incoming(self, name: ReplicaName) -> bool:
+        return name in self._incoming
+
+    def begin_chunk(self, name: ParityChunkName) -> Arena:
+        """An arena for that chunk, with arbitrary contents, until `end_chunks`. Errors: AgentError, OSError."""
+        self._incoming[name] = arena = self._take_arena(name.stripe.length)
+        return arena
+
+    def end_chunks(self, names: Iterable[ParityChunkName], made: Collection[ParityChunk]) -> str:
+        """Ends chunks that were begun; `made` are complete. Returns why some of `made` are not kept; "" if all are."""
+        unwanted = {c.name for c in made if c.name in self._evicted_incoming or self._is_outdated(c.name.identity)}
+        self.chunks_by_name.update((chunk.name, chunk) for chunk in made if chunk.name not in unwanted)
+        for name in names:
+            arena = self._incoming.pop(name)
+            self._evicted_incoming.discard(name)
+            if name not in self.chunks_by_name:
+                self._recycle_arena(arena)
+        return f"nobody goes on from {next(iter(unwanted)).identity} any more" if unwanted else ""
+
     def _take_arena(self, size: int) -> Arena:
-        """An arena of exactly that size, a spare one if possible. Errors: AgentError if there is no room, OSError."""
+        """An arena for `size` bytes, a spare one if possible. Errors: AgentError if there is no room, OSError."""
         for arena in self._spare_arenas:
-            if arena.size_bytes == size:
+            if arena.size_bytes == created_bytes(size):
                 self._spare_arenas.remove(arena)
                 return arena
         if self._get_limit_bytes is not None:
             room = self._get_limit_bytes()
-            self._close_spares_to_fit(size, room)
+            self.close_spares(self.bytes + size - room)
             if self.bytes + size > room:
                 used, wanted = self.bytes >> 20, size >> 20
                 raise AgentError(
@@ -479,24 +500,8 @@ class ReplicaStore:
                 )
         return Arena.create(size)
 
-    def begin_chunk(self, name: ParityChunkName) -> Arena:
-        """Memory for a parity chunk that `fits`; see ParityStore.begin."""
-        if self._get_limit_bytes is not None and not self.parity_store.has_spare(name.stripe.length):
-            self._close_spares_to_fit(name.stripe.length, self._get_limit_bytes())
-        return self.parity_store.begin_chunk(name)
-
-    def _close_spares_to_fit(self, size: int, room: int) -> None:
-        """Closes spare arenas until `size` more bytes fit in `room`, or none is left."""
-        while self.bytes + size > room:
-            if self._spare_arenas:
-                self._workers.close_arenas([self._spare_arenas.pop(0)])
-            elif not self.parity_store.close_one_spare():
-                return
-
     def _recycle_arena(self, arena: Arena) -> None:
-        """Keeps the arena as a warm spare. Closes the oldest spares beyond the bytes of the copies that are kept."""
+        """Keeps the arena as a warm spare. Closes the oldest spares beyond the bytes of the replicas that are kept."""
         arena.begin_fill()
         self._spare_arenas.append(arena)
-        kept_bytes = sum(each.size_bytes for each in self.arenas_by_key.values())
-        while sum(each.size_bytes for each in self._spare_arenas) > kept_bytes:
-            self._workers.close_arenas([self._spare_arenas.pop(0)])
+        self.close_spares(_bytes(self._spare_arenas) - _bytes(self._kept.values()))

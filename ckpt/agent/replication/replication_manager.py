@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.replication.encode_parity import ParityEncoding
-from ckpt.agent.replication.parity_service import ParityService
 from ckpt.agent.replication.parity_worker import WORK_BYTES
+from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.replicate import Replication
-from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_replicated
+from ckpt.agent.replication.replicate import Assignment, Replication, assign_parity
+from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated
 from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.state.retention_rule import surviving_nodes
 from ckpt.ipc.failure_domains import find_lost_with_hosts, relevant_domains, without_host
@@ -21,7 +20,6 @@ from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.net.peer_network import PeerNetwork
-    from ckpt.ipc.arena import Arena
     from ckpt.ipc.node_list import NodeAt
 
 PLACEMENTS_USED_MAX = 8  # more than there are slots
@@ -38,7 +36,7 @@ class ReplicationManager:
         self,
         network: PeerNetwork,
         copies: ReplicaStore,
-        parities: ParityService,
+        service: ReplicaService,
         nodes: Sequence[NodeAt],
         option: Replicas | Parity | None,
         memory_nodes: Callable[[], Sequence[LentMemory]] = tuple,
@@ -51,7 +49,7 @@ class ReplicationManager:
         ] = {}  # newest checkpoints -> the placement each was replicated under
         self._nodes_involved: dict[Identity, set[str]] = {}  # newest checkpoints -> nodes that took part in any attempt
         self._memory_nodes = memory_nodes
-        self._network, self._replicas, self._parity_service, self._nodes = network, copies, parities, tuple(nodes)
+        self._network, self._replicas, self._service, self._nodes = network, copies, service, tuple(nodes)
         unnamed = [min(node.ranks) for node in self._nodes if not without_host(node.domains)]
         # One rank of each node without CKPT_DOMAIN, if other nodes have it.
         self._ranks_without_domain = unnamed if len(unnamed) < len(self._nodes) else []
@@ -252,12 +250,11 @@ class ReplicationManager:
         self,
         identity: Identity,
         safe: Identity | None,
-        own: Mapping[int, Arena],
         then: Callable[[str], bool | None],
         needed: Sequence[Kept] | None = None,
     ) -> None:
-        """Replicates a checkpoint under the current placement. `own`: the arenas of this node's ranks. `safe`: the
-        newest replicated checkpoint so far. `needed`: who keeps the replicas of `safe` that must stay; None: unknown.
+        """Replicates a checkpoint under the current placement. `safe`: the newest replicated checkpoint so far.
+        `needed`: who keeps the replicas of `safe` that must stay; None: unknown.
         `then` is called once, with "" when every replica is in place and verified, else with the error. It returns
         whether peers may drop older replicas; see Replication."""
         placement = self.placement
@@ -286,13 +283,16 @@ class ReplicationManager:
                 self._placements_used[identity] = placement
             return then(error)
 
-        what = identity, safe, own, ended, named if needed is not None else None
         if isinstance(placement.option, Parity):
-            services = self._network, self._replicas, self._parity_service, nodes, placement.groups
-            ParityEncoding(*services, *what).begin()
-            return
-        wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in placement.protected_states}
-        Replication(self._network, self._replicas, nodes, wanted, *what).begin()
+            assignments = assign_parity(placement.groups, ranks)
+        else:
+            assignments = [
+                Assignment(holder, {kept.node: ranks[kept.node]})
+                for kept in placement.protected_states
+                for holder in kept.holders
+            ]
+        services = self._network, self._replicas, self._service, nodes
+        Replication(*services, identity, assignments, ended, safe, named if needed is not None else None).begin()
 
     def find_replicated(
         self,
@@ -307,7 +307,6 @@ class ReplicationManager:
         only in part, which peers are not told. `held`: the checkpoints in this node's slots. Each node's part is
         searched for, also if no node has memory for it now: a replica may have been kept before."""
         own = self._replicas.inventory()
-        own.add_chunks(self._replicas.parity_store.chunks_by_name.values())
         ranks = {node.name: node.ranks for node in self._nodes}
         for identity in held:
             own.add_local_snapshots(identity, world, ranks.get(self._network.agent_name, ()))
@@ -316,9 +315,7 @@ class ReplicationManager:
             for kept in self.holders_by_node
             for rank in ranks[kept.node or self._network.agent_name]
         }
-        names = [*ranks, *(each.node.name for each in self._memory_nodes())]
-        told = max(filter(None, (safe, self._replicas.announced_replicated)), default=None)
-        keeps = KeptReplica.from_inventory(own, told, epoch)
+        own.announced_replicated = max(filter(None, (safe, own.announced_replicated)), default=None)
 
         def ended(found: SafeCheckpoint | None) -> None:
             if found is not None and found.newest is not None:
@@ -326,9 +323,8 @@ class ReplicationManager:
                 self._nodes_involved.pop(found.newest, None)
             then(found)
 
-        find_replicated(
-            self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], ended
-        )
+        nodes = [*self._nodes, *(each.node for each in self._memory_nodes())]
+        find_replicated(self._network, nodes, own, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], ended)
 
 
 def _involved_nodes(placement: Placement) -> set[str]:

@@ -1,7 +1,7 @@
-"""The survey for the newest replicated checkpoint of an epoch, run by a coordinator that does not know it.
+"""The survey: asks nodes which snapshots and parity chunks they hold, and finds the newest replicated checkpoint.
 
-It runs after the coordinator's agent was restarted, or was cut off from holders. Each node answers with its replicas
-and with the newest checkpoint that it was told is replicated. The result is the newest checkpoint that
+A coordinator that does not know that checkpoint surveys its nodes: its agent was restarted, or was cut off from
+holders. The result is the newest checkpoint that
 - a node was told is replicated, if any replica of it is left: such are never evicted for an unreplicated one; or
 - survives as many losses as the job asks for: the message that it is replicated may have reached nobody.
 If there is neither, the oldest complete one counts of which some rank survives a loss. Then any newer one takes its
@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgpack
-
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import AgentError
 from ckpt.types import Epoch, Identity
@@ -25,37 +23,17 @@ from ckpt.types import Epoch, Identity
 if TYPE_CHECKING:
     from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.messages import Message
+    from ckpt.ipc.node_list import NodeAt
 
 log = logging.getLogger("ckpt")
 
+# How long a survey waits that dials nodes: lost ones never answer.
+SURVEY_TIMEOUT_S = 5.0
 
-@dataclass(frozen=True, slots=True)
-class KeptReplica:
-    """One node's answer to the survey. `held`: its replicas of the epoch. `safe`: the newest checkpoint of the epoch
-    that it was told is replicated."""
+NO_LEASE: Mapping[str, Any] = {"lease": False}  # a survey that has nothing stay as listed
 
-    replicated: Identity | None
-    inventory: Inventory
-
-    @staticmethod
-    def from_inventory(inventory: Inventory, safe: Identity | None, epoch: Epoch) -> KeptReplica:
-        return KeptReplica(safe if safe is not None and safe.epoch == epoch else None, inventory.filter_epoch(epoch))
-
-    def fields(self) -> dict[str, Any]:
-        return {"replicated": str(self.replicated) if self.replicated is not None else None}
-
-    def blobs(self) -> list[bytes]:
-        packed: bytes = msgpack.packb(self.inventory.fields())
-        return [packed]
-
-    @staticmethod
-    def parse(epoch: Epoch, fields: Mapping[str, Any], blobs: Sequence[bytes]) -> KeptReplica:
-        """Errors: CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError."""
-        told, held = fields["replicated"], Inventory.unpack(blobs[0])
-        safe = Identity.parse(str(told)) if told is not None else None
-        if any(identity.epoch != epoch for identity in (*held.world_sizes, *([safe] if safe is not None else []))):
-            raise AgentError(f"a node was asked for {epoch} and tells of another epoch")
-        return KeptReplica(safe, held)
+# Hears the answers by node, and the nodes that did not answer.
+OnSurveyed = Callable[[Mapping[str, Inventory], Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +47,13 @@ class SafeCheckpoint:
     survived_losses: Sequence[int] = field(default=(), compare=False)
 
 
-def newest_replicated(kept: Mapping[str, KeptReplica], losses: Sequence[int]) -> SafeCheckpoint:
-    """The result of all answers, by node name. `losses`: by rank, how many lost nodes it should survive."""
+def newest_replicated(held: Mapping[str, Inventory], losses: Sequence[int]) -> SafeCheckpoint:
+    """The result of all nodes' inventories of one epoch. `losses`: by rank, how many lost nodes it should survive."""
     every = Inventory()
-    for name, each in kept.items():
-        every.merge(each.inventory, name)
+    for name, each in held.items():
+        every.merge(each, name)
     whole = max((identity for identity in every.world_sizes if _survives(every, identity, losses)), default=None)
-    told = [each.replicated for each in kept.values() if each.replicated in every.world_sizes]
+    told = [each.announced_replicated for each in held.values() if each.announced_replicated in every.world_sizes]
     partly = (
         each for each in every.complete_checkpoints() if max(_survived_losses(every, each, losses), default=0) > 0
     )
@@ -103,48 +81,73 @@ def _survived_losses(every: Inventory, identity: Identity, losses: Sequence[int]
 
 def find_replicated(
     network: PeerNetwork,
-    nodes: Iterable[str],
-    own: KeptReplica,
+    nodes: Iterable[NodeAt],
+    own: Inventory,
     epoch: Epoch,
     losses: Sequence[int],
     then: Callable[[SafeCheckpoint | None], None],
 ) -> None:
-    """Surveys the nodes. `then` hears the result, or None if a node did not answer. See `survey_nodes`,
-    `newest_replicated`."""
+    """Surveys the nodes. `own`: this node's inventory. `then` hears the result, or None if a node did not answer. See
+    `survey_nodes`, `newest_replicated`."""
 
-    def asked(found: Mapping[str, KeptReplica], silent: Sequence[str]) -> None:
-        then(newest_replicated(found, losses) if not silent else None)
+    def surveyed(found: Mapping[str, Inventory], silent: Sequence[str]) -> None:
+        held = {name: each.filter_epoch(epoch) for name, each in {network.agent_name: own, **found}.items()}
+        then(newest_replicated(held, losses) if not silent else None)
 
-    survey_nodes(network, nodes, own, epoch, asked)
+    survey_nodes(network, nodes, surveyed)
 
 
 def survey_nodes(
     network: PeerNetwork,
-    nodes: Iterable[str],
-    own: KeptReplica,
-    epoch: Epoch,
-    then: Callable[[Mapping[str, KeptReplica], Sequence[str]], None],
+    nodes: Iterable[NodeAt],
+    then: OnSurveyed,
+    fields: Mapping[str, Any] = NO_LEASE,
+    guard: Callable[[Callable[[], None]], None] = lambda what: what(),
+    later: Callable[[float, Callable[[], None]], object] | None = None,
+    asked: Callable[[NodeAt], object] = lambda node: None,
 ) -> None:
-    """Asks `nodes`, all that may keep replicas, by name. `own`: this node's answer. `then` hears the answers by node,
-    and the nodes that did not answer. It is called once: later, or within this call if there is no other node."""
-    names: Sequence[str] = sorted({*nodes} - {network.agent_name})
-    left, found = set(names), {network.agent_name: own}
+    """Asks the other nodes among `nodes` for their inventories. `then` is called once: later, or within this call if
+    there is no other node. `fields`: of the message. `guard`: runs a function while the result is still wanted.
+    `later`: a timer; nodes are dialled then, and those that do not answer within SURVEY_TIMEOUT_S count as silent.
+    `asked`: hears each node that gets the message."""
+    others = {node.name: node for node in nodes if node.name != network.agent_name}
+    pending, found = set(others), dict[str, Inventory]()
 
-    def end() -> None:
-        if not left:
-            then(found, [name for name in names if name not in found])
+    def end_if_complete() -> None:
+        if not pending:
+            then(found, [name for name in others if name not in found])
+
+    def ask(node: NodeAt, error: str) -> None:
+        if error:
+            answered(node.name, None, error)
+        elif node.name in pending:
+            asked(node)
+            message = {"t": "survey", **fields}
+            network.request(node.name, message, (), lambda *told: guard(lambda: answered(node.name, *told)))
 
     def answered(name: str, answer: Message | None, error: str) -> None:
-        left.discard(name)
+        if name not in pending:
+            return  # too late
+        pending.discard(name)
         try:
             if answer is None:
                 raise AgentError(error)
-            found[name] = KeptReplica.parse(epoch, answer.fields, answer.blobs)
-        except Exception as exc:  # Any malformed answer: replication waits for the survey.
-            log.warning("what agent %s keeps is not known: %s", name, exc)
-        end()
+            found[name] = Inventory.unpack(answer.blobs[0])
+        except Exception as exc:  # A malformed answer can raise anything, and someone waits for the result.
+            level = logging.INFO if answer is None else logging.WARNING
+            log.log(level, "what agent %s holds is not known: %s", name, exc)
+        end_if_complete()
 
-    end()
-    for name in names:
-        fields = {"t": "survey-replicas", "epoch": str(epoch)}
-        network.request(name, fields, (), functools.partial(answered, name))
+    def end_late() -> None:
+        if pending:
+            pending.clear()
+            end_if_complete()
+
+    end_if_complete()
+    for node in others.values():
+        if later is None:
+            ask(node, "")
+        else:
+            network.connect(node, lambda error, node=node: guard(lambda: ask(node, error)))  # type: ignore[misc]
+    if later is not None and others:
+        later(SURVEY_TIMEOUT_S, lambda: guard(end_late))

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.agent.replication.parity_service import ParityService
 from ckpt.agent.replication.rebuild import NodeByRank, Rebuild
+from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.restore.partial_match import AskingForPart
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.inventory import Inventory
@@ -37,7 +37,7 @@ class CheckpointCollector:
         self,
         network: PeerNetwork | None,
         workers: Workers,
-        parities: ParityService,
+        service: ReplicaService,
         arenas_of: Callable[[Identity], Mapping[int, Arena]],
         inventory: Inventory,
         nodes: Sequence[NodeAt],
@@ -48,7 +48,7 @@ class CheckpointCollector:
         """`inventory`: what all nodes hold; rebuilds and damage update it. `nodes`: those that may rebuild, this
         one first; () if it is the only one. `others`: nodes that only hold replicas. `guard`: runs a continuation while
         its result is still wanted. `urgent`: a start waits."""
-        self._network, self._workers, self._parity_service, self._arenas_of = network, workers, parities, arenas_of
+        self._network, self._workers, self._service, self._arenas_of = network, workers, service, arenas_of
         self._inventory, self._nodes, self._memory_nodes = inventory, list(nodes), list(others)
         self._guard, self._urgent = guard, urgent
         self._me = network.agent_name if network is not None else ""
@@ -66,7 +66,7 @@ class CheckpointCollector:
             else:
                 self.collect_whole(identity, then)
 
-        self._rebuild(identity, missing, {}, made)
+        self.rebuild(identity, missing, {}, made)
 
     def collect_part(
         self,
@@ -93,7 +93,7 @@ class CheckpointCollector:
         if not sizes or identity in self._inventory.unusable_checkpoints:  # Refuted: rebuilds were tried already.
             ask("")
             return
-        rebuilding = self._rebuild(identity, sizes, leave, ask)
+        rebuilding = self.rebuild(identity, sizes, leave, ask)
         most_bytes = max(max(sizes.values()), sum(sizes.values()) // max(1, len(self._nodes)))
         looks = int(most_bytes / REBUILD_BYTES_S_MIN / CHECK_S)
 
@@ -107,13 +107,11 @@ class CheckpointCollector:
         first = moves()
         later(CHECK_S, lambda: look(looks, first))
 
-    # -- inside
-
-    def _rebuild(
+    def rebuild(
         self, identity: Identity, ranks: Collection[int], leave: Mapping[str, int], then: Callable[[str], None]
     ) -> Rebuild:
-        """Has these ranks' snapshots rebuilt, which no node holds. `then` hears "", or why some failed, after the
-        inventory was updated."""
+        """Has these ranks' snapshots rebuilt, which no node holds. `leave`: see `collect_part`. `then` hears "", or why
+        some failed, after the inventory was updated."""
         inventory, me = self._inventory, self._me
 
         def made(found: NodeByRank, error: str) -> None:
@@ -127,10 +125,12 @@ class CheckpointCollector:
         at = {rank: [name for name in names if name not in unfit[rank]] for rank in ranks}
         ended = lambda found, error: self._guard(lambda: made(found, error))  # noqa: E731
         givers = [*self._nodes, *self._memory_nodes] if self._nodes else []
-        what = self._parity_service, givers, identity, holders, at, ended, me, leave
+        what = self._service, givers, identity, holders, at, ended, me, leave
         rebuilding = Rebuild(*what, urgent=self._urgent)
         rebuilding.begin()
         return rebuilding
+
+    # -- inside
 
     def _gather(self, identity: Identity, then: Callable[[GatheredManifest | None, str], None]) -> None:
         inventory, arenas = self._inventory, self._arenas_of(identity)

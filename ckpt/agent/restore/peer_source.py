@@ -89,4 +89,4 @@ class PeerSource(FrameSource):
 
 def offer_name(identity: Identity, rank: int) -> str:
     """The name of the offer of that rank's frames."""
-    return f"{identity}/{rank}"
+    return f"frames/{identity}/{rank}"

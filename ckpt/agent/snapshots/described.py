@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgpack
@@ -14,10 +14,13 @@ from ckpt.errors import AgentError, DamagedData
 from ckpt.format.declaration import decode
 from ckpt.format.frames import frame_hash
 from ckpt.format.parity import Row
-from ckpt.ipc.arena import DATA_OFFSET, Arena
+from ckpt.ipc.arena import DATA_OFFSET, PAGE, Arena
+from ckpt.ipc.bounded_msgpack import unpack_bounded
 from ckpt.placement.rebuild import Striped
 from ckpt.types import Identity
 
+ARENA_BYTES_MAX = 1 << 42
+COPIES_MAX = 4096  # ranks of one checkpoint that one node keeps
 PIECE_BYTES = 4 << 20  # frame size of what lies behind the data, and of parity
 
 
@@ -58,6 +61,33 @@ def _describe_snapshot(identity: Identity, rank: int, arena: Arena) -> Described
     return DescribedSnapshot(
         rank, arena.size_bytes, arena.header_page(), Frames.from_columns(offsets, lengths, every, arena.size_bytes)
     )
+
+
+def encode_described(found: Sequence[DescribedSnapshot]) -> bytes:
+    packed: bytes = msgpack.packb(
+        [[each.rank, each.arena_bytes, each.first_page, each.frames.encode()] for each in found]
+    )
+    return packed
+
+
+def decode_described(blob: bytes) -> list[DescribedSnapshot]:
+    """The inverse of `encode_described`. Errors: AgentError if malformed."""
+    try:
+        rows = unpack_bounded(blob, "what a node says of its snapshots")
+        if not isinstance(rows, list) or len(rows) > COPIES_MAX:
+            raise AgentError("a node describes more snapshots than there can be")
+        return [_decode_snapshot(*row) for row in rows]
+    except (ValueError, TypeError, OverflowError) as exc:
+        raise AgentError(f"a node describes its snapshots wrong: {exc}") from exc
+
+
+def _decode_snapshot(rank: int, size: int, page: bytes, frames: bytes) -> DescribedSnapshot:
+    found = DescribedSnapshot(int(rank), int(size), bytes(page), Frames.decode(frames, int(size)))
+    if found.rank < 0 or not PAGE <= found.arena_bytes <= ARENA_BYTES_MAX or len(found.first_page) != PAGE:
+        raise AgentError(f"the snapshot of rank {rank} is described wrong")
+    if len(found.frames) and int(found.frames.offsets.min()) < PAGE:
+        raise AgentError(f"the snapshot of rank {rank} is described wrong")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.snapshots.candidates import MemoryEpoch
+from ckpt.agent.snapshots.described import ARENA_BYTES_MAX
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.parity import Row
 from ckpt.ipc.arena import Arena
@@ -53,18 +54,21 @@ class Inventory:
     """What one node or several nodes hold. Nodes go by agent name; "" is this node.
 
     `claims`: of epochs that got beyond their start. `steps`: the newest known step of each epoch. `world_sizes`: world
-    size by checkpoint. `holders`: the nodes with each snapshot. `parity_holders`: by checkpoint and stripe, the nodes
-    with each row. `sizes`: bytes of the snapshots that parity covers. `damaged_holders`: the nodes with a damaged copy
-    of a snapshot. `unusable_checkpoints`: checkpoints that could not be put together."""
+    size by checkpoint. `holders`: the nodes with each snapshot. `arena_bytes`: of each snapshot. `parity_holders`: by
+    checkpoint and stripe, the nodes with each row. `snapshot_bytes`: staged bytes of the snapshots that parity covers.
+    `damaged_holders`: the nodes with a damaged copy of a snapshot. `unusable_checkpoints`: those that could not be put
+    together. `announced_replicated`: the newest checkpoint that the node was told is replicated."""
 
     claims: dict[Epoch, Claim] = field(default_factory=dict)
     steps: dict[Epoch, int] = field(default_factory=dict)
     world_sizes: dict[Identity, int] = field(default_factory=dict)
     holders: dict[Key, list[str]] = field(default_factory=dict)
+    arena_bytes: dict[Key, int] = field(default_factory=dict)
     parity_holders: dict[Identity, dict[Striped, dict[int, set[str]]]] = field(default_factory=dict)
     snapshot_bytes: dict[Key, int] = field(default_factory=dict)
     damaged_holders: dict[Key, set[str]] = field(default_factory=dict)
     unusable_checkpoints: set[Identity] = field(default_factory=set)
+    announced_replicated: Identity | None = None
 
     def add_epoch(self, claim: Claim | None, epoch: Epoch, step: int) -> None:
         """Adds an epoch that is known to have come to `step`."""
@@ -77,15 +81,15 @@ class Inventory:
         for arena in arenas:
             found = find_sealed_snapshot(arena)
             if found is not None:
-                self._add_snapshot(*found, node)
+                self._add_snapshot(*found, node, arena.size_bytes)
 
     def merge(self, other: Inventory, node: str) -> None:
-        """Adds what another node reported of itself."""
+        """Adds what another node reported of itself, but for `announced_replicated`."""
         self.claims |= other.claims
         for epoch, step in other.steps.items():
             self.steps[epoch] = max(step, self.steps.get(epoch, 0))
         for key in other.holders:
-            self._add_snapshot(key, other.world_sizes[key[0]], node)
+            self._add_snapshot(key, other.world_sizes[key[0]], node, other.arena_bytes.get(key, 0))
         for identity, stripes in other.parity_holders.items():
             for striped, rows in stripes.items():
                 sizes = {rank: other.snapshot_bytes[identity, rank] for rank in striped.ranks}
@@ -96,12 +100,13 @@ class Inventory:
         for rank in ranks:
             self._add_snapshot((identity, rank), world, "")
 
-    def _add_snapshot(self, key: Key, world: int, node: str) -> None:
+    def _add_snapshot(self, key: Key, world: int, node: str, size: int = 0) -> None:
         if world > WORLD_MAX:
             return  # a false report: no job has so many ranks
         known = self.world_sizes.setdefault(key[0], world)
         if known == world and key[1] < world and node not in self.holders.setdefault(key, []):
             self.holders[key].append(node)
+            self.arena_bytes[key] = max(size, self.arena_bytes.get(key, 0))
 
     def add_chunks(self, chunks: Iterable[ParityChunk]) -> None:
         """Adds parity chunks on this node."""
@@ -170,6 +175,8 @@ class Inventory:
             identity: rows for identity, rows in self.parity_holders.items() if identity.epoch == epoch
         }
         found.snapshot_bytes = {key: size for key, size in self.snapshot_bytes.items() if key[0].epoch == epoch}
+        told = self.announced_replicated
+        found.announced_replicated = told if told is not None and told.epoch == epoch else None
         return found
 
     def mark_damaged(self, identity: Identity, rank: int) -> None:
@@ -212,7 +219,10 @@ class Inventory:
             "epochs": [
                 [str(epoch), self.steps.get(epoch, 0), _claim_fields(self.claims.get(epoch))] for epoch in epochs
             ],
-            "arenas": [[str(identity), rank, self.world_sizes[identity]] for identity, rank in sorted(self.holders)],
+            "arenas": [
+                [str(key[0]), key[1], self.world_sizes[key[0]], self.arena_bytes.get(key, 0)]
+                for key in sorted(self.holders)
+            ],
             "parities": [
                 [
                     str(identity),
@@ -225,6 +235,7 @@ class Inventory:
                 for identity, stripes in self.parity_holders.items()
                 for striped, rows in stripes.items()
             ],
+            "replicated": str(self.announced_replicated) if self.announced_replicated is not None else None,
         }
 
     @staticmethod
@@ -243,15 +254,17 @@ class Inventory:
         for text, step, told in fields["epochs"]:
             epoch = Epoch.parse(str(text))
             found.add_epoch(parse_claim(epoch, told) if told is not None else None, epoch, int(step))
-        for text, rank, world in fields["arenas"]:
-            if not 0 <= int(rank) < int(world) <= WORLD_MAX:
-                raise AgentError(f"a node says that it holds rank {rank} of {world}")
-            found._add_snapshot((Identity.parse(str(text)), int(rank)), int(world), "")
+        for text, rank, world, size in fields["arenas"]:
+            if not 0 <= int(rank) < int(world) <= WORLD_MAX or not 0 <= int(size) <= ARENA_BYTES_MAX:
+                raise AgentError(f"a node says that it holds rank {rank} of {world}, of {size} bytes")
+            found._add_snapshot((Identity.parse(str(text)), int(rank)), int(world), "", int(size))
         for text, world, rows, length, sources, sizes in told_parities:
             striped, told_sizes = Striped.from_rows(length, sources), {int(rank): int(size) for rank, size in sizes}
             if not striped.ranks <= told_sizes.keys() or not set(rows) <= set(Row) or int(world) > WORLD_MAX:
                 raise AgentError("a node says of its parity what cannot be")
             found._add_parity(Identity.parse(str(text)), int(world), striped, rows, told_sizes)
+        told = fields["replicated"]
+        found.announced_replicated = Identity.parse(str(told)) if told is not None else None
         return found
 
 

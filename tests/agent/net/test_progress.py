@@ -13,7 +13,6 @@ from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.progress import ANSWER_TIMEOUT_S, CHECK_INTERVAL_S, REPORT_INTERVAL_S, Progress, ProgressReport
 from ckpt.agent.node.peer_handlers import PeerHandlers
-from ckpt.agent.replication.replica_store import encode_described
 from ckpt.agent.runtime.workers import Workers
 from ckpt.clock import ManualClock
 from ckpt.ipc.addresses import Address
@@ -147,25 +146,18 @@ def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answe
     progress, timers, ended = Progress(), list[Callable[[], None]](), list[Callable[..., None]]()
     said: list[Any] = []
     others = SimpleNamespace(
-        replicas=SimpleNamespace(progress=progress, fetch_replicas=lambda *given: ended.append(given[-1])),
-        parities=SimpleNamespace(serve_request=lambda fields, blobs, answer: ended.append(answer)),
-        network=SimpleNamespace(transport=None, addresses=lambda node: []),
+        replicas=SimpleNamespace(progress=progress),
+        replica_service=SimpleNamespace(serve_request=lambda fields, blobs, answer: ended.append(answer)),
         _server=SimpleNamespace(call_later=lambda delay_s, what: timers.append(what)),
         _late_refusal=lambda name, fields: "",
     )
     channel = SimpleNamespace(
         is_open=True, peer="x", send=said.append, reply=lambda *given: said.append("done"), refuse=said.append
     )
-    about = {
-        "identity": "00000001-0000000000000000-000000000005.0000",
-        "source": "s",
-        "addresses": [],
-        "rereplication": True,
-    }
-    kept = Message({"t": "replicate", "id": 7, **about}, [], [encode_described([])])
-    PeerHandlers._keep_replicas(cast(PeerHandlers, others), cast(Channel, channel), kept)
-    striped = Message({"t": "encode-parity", "id": 8, **about}, [], [])
-    PeerHandlers._on_parity_request(cast(PeerHandlers, others), cast(Channel, channel), striped)
+    about = {"identity": "00000001-0000000000000000-000000000005.0000", "rereplication": True}
+    for number, kind in ((7, "replicate"), (8, "rebuild")):
+        asked = Message({"t": kind, "id": number, **about}, [], [])
+        PeerHandlers._on_replica_request(cast(PeerHandlers, others), cast(Channel, channel), asked)
 
     def look() -> list[Any]:
         due, found = list(timers), len(said)
@@ -178,8 +170,8 @@ def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answe
     progress.advance()
     assert look() == [{"t": "progress", "id": 7}, {"t": "progress", "id": 8}]
     assert look() == [], "it stands still"
-    ended[0]("")
-    ended[1]([], "")
+    for each in ended:
+        each([], "")
     assert said[-2:] == ["done", "done"]
     progress.advance()
     assert look() == []

@@ -109,7 +109,7 @@ def test_one_that_begins_while_a_newer_one_asks_has_nothing_dropped() -> None:
     [
         ({"t": "replicate"}, Sender.EVICTING_COORDINATOR),
         ({"t": "replicate", "rereplication": True}, Sender.COORDINATOR_OR_SURVEYOR),
-        ({"t": "survey-replicas"}, Sender.COORDINATOR_OR_SURVEYOR),  # also of an older epoch, which was another's
+        ({"t": "survey", "lease": False}, Sender.ANYONE),
         ({"t": "control-word", "slot": 0, "word": 5}, Sender.EVICTING_COORDINATOR),
         ({"t": "control-word", "slot": 0, "word": 0}, Sender.COORDINATOR),
         ({"t": "start"}, Sender.START_PENDING),
@@ -160,7 +160,7 @@ class Node:
     def __init__(self) -> None:
         self.inventory_lease, self._frozen_timer = asked(), Frozen()
         self._surveying_start = self._start = None
-        self._requesters_by_transfer = self.followed_jobs = ()
+        self.replicas, self.followed_jobs = SimpleNamespace(readers=set()), ()
         self.told: list[tuple[Any, ...]] = []
         self.begin(ONE)
 

@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
+import msgpack
+
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import WRONG_MAX, Frames
-from ckpt.agent.replication.encode_parity import ParityEncoding
-from ckpt.agent.replication.parity_service import ParityService
 from ckpt.agent.replication.rebuild import Rebuild
+from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
+from ckpt.agent.replication.replicate import Replication, assign_parity
 from ckpt.agent.replication.replication_manager import ReplicationManager
-from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_replicated
+from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated
+from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import encode_local_parts
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
@@ -24,7 +27,7 @@ from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Parity, Placement, place
-from ckpt.types import Epoch, Identity
+from ckpt.types import Identity
 from tests.agent.nodes.copying import Copying
 from tests.agent.nodes.staged import Turned, staged
 
@@ -93,7 +96,7 @@ class Link:
                 then(None, f"there is no connection to agent {name}")
                 return
             self._fleet.said.append((fields, blobs))
-            if fields["t"] == "encode-parity" and self._fleet.midst:
+            if fields["t"] == "replicate" and self._fleet.midst:
                 self._fleet.midst.pop(0)()
             self._fleet.wanted.add(name)
             if name in self._fleet.stuck and fields["t"] == "rebuild":
@@ -105,9 +108,8 @@ class Link:
                 told = encode_local_parts(which, world, theirs, fields["sealed"])
                 then(Message({"t": "reply", "id": 1, "sizes": sizes}, [], [told]), "")
                 return
-            if fields["t"] == "survey-replicas":
-                keeps = self._fleet.keeps(name, Epoch.parse(fields["epoch"]))
-                then(Message({"t": "reply", "id": 1, **keeps.fields()}, [], keeps.blobs()), "")
+            if fields["t"] == "survey":
+                answered([msgpack.packb(self._fleet.keeps(name).fields())], "")
                 return
             try:
                 self._fleet.parities[name].serve_request(fields, blobs, answered)
@@ -160,10 +162,10 @@ class Fleet:
         self.copies = {name: ReplicaStore(self.turned.workers, self.turned.post) for name in ranks}
         self.parities = {name: self._parities(name) for name in ranks}
 
-    def _parities(self, name: str) -> ParityService:
+    def _parities(self, name: str) -> ReplicaService:
         network, held = cast(PeerNetwork, self.links[name]), lambda identity: self.held(name, identity)
         services = self.turned.workers, self.turned.post, self.copies[name], held, lambda: network
-        return ParityService(*services, lambda: self.free_bytes(name))
+        return ReplicaService(*services, lambda: self.free_bytes(name))
 
     def held(self, name: str, identity: Identity) -> dict[int, Arena]:
         """What that node has of it, by rank."""
@@ -190,7 +192,6 @@ class Fleet:
         self.copying.begin(identity)
         if spoil is not None:
             spoil()
-        own = {rank: self.arenas[identity][rank] for rank in self.ranks[self.me]}
         heard: list[str] = []
 
         def then(error: str) -> bool:
@@ -198,7 +199,7 @@ class Fleet:
             return not heard[0]
 
         services = cast(PeerNetwork, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes
-        ParityEncoding(*services, groups, identity, safe, own, then, needed).begin()
+        Replication(*services, identity, assign_parity(groups, self.ranks), then, safe, needed).begin()
         self.turned.until(lambda: heard)
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
         return heard[0]
@@ -216,12 +217,11 @@ class Fleet:
         self.copies[name] = ReplicaStore(self.turned.workers, self.turned.post)
         self.parities[name] = self._parities(name)
 
-    def keeps(self, name: str, epoch: Epoch) -> KeptReplica:
+    def keeps(self, name: str) -> Inventory:
         held = self.copies[name].inventory()
-        held.add_chunks(self.copies[name].parity_store.chunks_by_name.values())
         for arenas in self.arenas.values():
             held.add_arenas(arenas[rank] for rank in self.ranks[name])
-        return KeptReplica.from_inventory(held, self.copies[name].announced_replicated, epoch)
+        return held
 
     def find(self, identity: Identity) -> SafeCheckpoint | None:
         """What the coordinator finds out of what is safe, if it would place now as it did for that one."""
@@ -229,8 +229,8 @@ class Fleet:
             rank: kept.losses_max for kept in self.placed(identity).protected_states for rank in self.ranks[kept.node]
         }
         needs, heard = [losses[rank] for rank in range(self.world)], list[SafeCheckpoint | None]()
-        own = self.keeps(self.me, identity.epoch)
-        find_replicated(cast(PeerNetwork, self.links[self.me]), self.ranks, own, identity.epoch, needs, heard.append)
+        network, own = cast(PeerNetwork, self.links[self.me]), self.keeps(self.me)
+        find_replicated(network, self.nodes, own, identity.epoch, needs, heard.append)
         self.turned.until(lambda: heard)
         return heard[0]
 
@@ -275,7 +275,7 @@ class Fleet:
 
     def kept(self, name: str) -> set[int]:
         """The steps of which that node keeps parity."""
-        return {identity.version.step for identity in self.copies[name].parity_store.identities}
+        return {each.identity.version.step for each in self.copies[name].chunks_by_name}
 
     def check(self, identity: Identity, made: Mapping[int, str]) -> None:
         """What was made is what was lost, bit for bit."""

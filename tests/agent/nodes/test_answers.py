@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from ckpt.agent.net.peer_network import PeerNetwork
+from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.replicate import Replication
+from ckpt.agent.replication.replicate import Assignment, Replication
 from ckpt.agent.restore.peer_source import PeerSource
 from ckpt.agent.restore.sources import open_session
 from ckpt.agent.runtime import memory_plan
@@ -226,9 +227,11 @@ def places_serve(found: GatheredManifest) -> None:
 def replicate(answer: Callable[[Net], None], own: dict[int, Arena], turned: Turned) -> list[str]:
     net, heard = Net(transport=Offers()), list[str]()
     copies = ReplicaStore(cast(Workers, turned.workers), turned.post)
+    network, held = cast(PeerNetwork, net), lambda identity: {0: own[0]}
+    service = ReplicaService(turned.workers, turned.post, copies, held, lambda: network, lambda: 1 << 40)
     try:
-        wanted = {"a": ((0,), ("b",)), "b": ((1,), ("a",))}
-        Replication(cast(PeerNetwork, net), copies, NODES, wanted, STEP, None, {0: own[0]}, heard.append).begin()
+        wanted = [Assignment("b", {"a": (0,)}), Assignment("a", {"b": (1,)})]
+        Replication(network, copies, service, NODES, STEP, wanted, heard.append).begin()
         turned.until(lambda: len(net.asked) == 2)
         answer(net)
         turned.until(lambda: heard)

@@ -87,7 +87,7 @@ class Schedule:
             return
         held = Inventory()
         for name in self.left():
-            held.merge(self.fleet.keeps(name, self.safe.epoch).inventory, name)
+            held.merge(self.fleet.keeps(name), name)
         complete = held.complete_checkpoints()
         assert complete, f"{self.safe} was safe, {self.hit} are hit, and nothing is left"
         newest = complete[-1]

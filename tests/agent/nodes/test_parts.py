@@ -17,16 +17,15 @@ from hypothesis import strategies as st
 
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.replication.parity_service import ParityService
 from ckpt.agent.replication.parity_worker import WORK_BYTES
-from ckpt.agent.replication.replica_store import ReplicaStore, encode_described
+from ckpt.agent.replication.replica_service import ReplicaService
+from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import SLOTS_MIN, LentMemory, ReplicationManager
-from ckpt.agent.replication.survey import KeptReplica
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.snapshots.all_shares import _Answers
 from ckpt.agent.snapshots.candidates import find_candidates
-from ckpt.agent.snapshots.described import DescribedSnapshot
+from ckpt.agent.snapshots.described import DescribedSnapshot, encode_described
 from ckpt.agent.snapshots.inventory import Inventory, find_sealed_snapshot, order_holders
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
 from ckpt.agent.snapshots.memory_checkpoint import StagedReader, assemble_checkpoint
@@ -54,7 +53,7 @@ def holding(*held: tuple[int, int], world: int = 2, claimed: bool = True) -> Inv
     found = Inventory()
     found.add_epoch(claim() if claimed else None, EPOCH, 9)
     for step, rank in held:
-        found._add_snapshot((identity(step), rank), world, "")
+        found._add_snapshot((identity(step), rank), world, "", 100 + rank)
     return found
 
 
@@ -119,9 +118,11 @@ def test_an_arena_counts_where_it_is_sealed_and_its_coordinator_saw_all_of_it() 
 
 def test_an_inventory_comes_out_of_a_message_as_it_went_in() -> None:
     made = holding((5, 0), (5, 1), (6, 1))
+    made.announced_replicated = identity(5)
     made.add_epoch(claim(Epoch(8, "f" * 16), identity(5)), Epoch(8, "f" * 16), 3)
     again = Inventory.parse(msgpack.unpackb(msgpack.packb(made.fields())))
     assert (again.holders, again.world_sizes, again.steps) == (made.holders, made.world_sizes, made.steps)
+    assert (again.arena_bytes, again.announced_replicated) == (made.arena_bytes, made.announced_replicated)
     for epoch, each in made.claims.items():
         assert (again.claims[epoch].parent, again.claims[epoch].launch) == (each.parent, each.launch)
 
@@ -138,7 +139,11 @@ def test_no_inventory_that_is_malformed_is_taken_for_something_else_than_an_erro
             assert 0 <= key[1] < found.world_sizes[key[0]]
     with pytest.raises(AgentError, match="more than it can"):
         Inventory.parse({"epochs": [], "arenas": [None] * ((1 << 16) + 1)})
-    for kind, row in (("arenas", [1 << 40]), ("parities", [1 << 40, [0], 1, [[[0, 0, 1]]], [[0, 1]]])):
+    for kind, row in (
+        ("arenas", [1 << 40, 0]),
+        ("arenas", [1, 1 << 50]),
+        ("parities", [1 << 40, [0], 1, [[[0, 0, 1]]], [[0, 1]]]),
+    ):
         told = {"epochs": [], "arenas": [], kind: [[str(identity(5)), *([0] if kind == "arenas" else []), *row]]}
         with pytest.raises(AgentError):  # else whoever looks for what is missing counts for hours
             Inventory.parse(told)
@@ -265,7 +270,7 @@ def replication_manager(
     nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
     asked = option if option is not None else Replicas(copies) if copies is not None else None
     return ReplicationManager(
-        cast(PeerNetwork, None), cast(ReplicaStore, None), cast(ParityService, None), nodes, asked, memory_nodes
+        cast(PeerNetwork, None), cast(ReplicaStore, None), cast(ReplicaService, None), nodes, asked, memory_nodes
     )
 
 
@@ -380,7 +385,7 @@ def test_what_is_shown_of_a_job_of_many_nodes_fits_into_an_answer(option: Parity
     made = ReplicationManager(
         cast(PeerNetwork, SimpleNamespace(agent_name="")),
         cast(ReplicaStore, None),
-        cast(ParityService, None),
+        cast(ReplicaService, None),
         nodes,
         option,
     )
@@ -398,7 +403,7 @@ def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: 
     given = (
         cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
         cast(ReplicaStore, None),
-        cast(ParityService, None),
+        cast(ReplicaService, None),
         nodes,
         Replicas(1),
     )
@@ -423,7 +428,7 @@ def test_what_fewer_nodes_than_were_asked_for_bear_is_said(option: Replicas | Pa
     made = ReplicationManager(
         cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
         cast(ReplicaStore, None),
-        cast(ParityService, None),
+        cast(ReplicaService, None),
         nodes,
         option,
     )
@@ -453,7 +458,7 @@ def test_domains_that_are_named_on_some_nodes_only_or_take_state_with_them_are_t
     given = (
         cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
         cast(ReplicaStore, None),
-        cast(ParityService, None),
+        cast(ReplicaService, None),
         nodes,
         Replicas(1),
     )
@@ -472,7 +477,7 @@ def test_a_memory_only_node_keeps_all_unless_it_lies_in_the_domain_of_a_node_tha
     given = (
         cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
         cast(ReplicaStore, None),
-        cast(ParityService, None),
+        cast(ReplicaService, None),
         nodes,
         Replicas(1),
     )
@@ -556,22 +561,21 @@ def test_who_keeps_copies_of_what_is_safe_stays_known_until_it_has_been_copied_a
     """Else nobody who has what a lost node staged would be asked to write it, where that fails."""
     made, asked, heard = replication_manager(4), list[tuple[str, Any]](), list[str]()
     frames = Frames.from_columns(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
-    of = lambda name: [DescribedSnapshot(int(name[1:]), PAGE, bytes(PAGE), frames)]  # noqa: E731
+    of = lambda name: encode_described([DescribedSnapshot(int(name[1:]), PAGE, bytes(PAGE), frames)])  # noqa: E731
     ask, quiet = lambda name, fields, blobs, then: asked.append((name, then)), lambda *given: None
-    network = SimpleNamespace(agent_name="n1", transport=None, request=ask, notify=quiet, addresses=lambda node: [])
-    copies = SimpleNamespace(withdraw=quiet, check_eviction=quiet, evict_older_than=quiet, evict_superseded=quiet)
-    copies.publish, copies.fetch_replicas = lambda *given: given[-1](of("n1"), ""), lambda *given: given[-1]("")
-    made._network, made._replicas = cast(PeerNetwork, network), cast(ReplicaStore, copies)
+    made._network = cast(PeerNetwork, SimpleNamespace(agent_name="n1", notify=quiet))
+    made._replicas = cast(ReplicaStore, SimpleNamespace(check_eviction=quiet, evict_older_than=quiet))
+    made._service = cast(ReplicaService, SimpleNamespace(send_request=ask, end_offers=quiet))
     made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
     made._placements_used[identity(5)] = made.placement  # as `replicate` does
     regroup(made)
     for error in ("it is gone", ""):
-        made.replicate(identity(5), identity(5), {}, heard.append)
+        made.replicate(identity(5), identity(5), heard.append)
         while asked:
             assert made.find_holders(identity(5), "n0") == ["n2"]
             name, then = asked.pop()
-            then(None if error else Message({}, [], [encode_described(of(name))]), error)
+            then([] if error else [of(name)], error)
         assert (error in heard[-1], bool(heard[-1])) == (True, bool(error))
     assert made.find_holders(identity(5), "n0") != ["n2"]
 
@@ -581,18 +585,18 @@ def test_who_may_keep_a_part_of_a_checkpoint_stays_known_when_it_is_copied_again
     """`found`: it was found to be safe, and the memory-only node may have part in it or not."""
     memory_nodes = [LentMemory(NodeAt("lender", (), ()), 1 << 40)]
     made = replication_manager(2, memory_nodes=lambda: memory_nodes)
-    made._network = cast(PeerNetwork, SimpleNamespace(agent_name="n0", transport=None, request=lambda *given: None))
-    made._replicas = cast(ReplicaStore, SimpleNamespace(publish=lambda *given: None))
+    made._network = cast(PeerNetwork, SimpleNamespace(agent_name="n0"))
+    made._service = cast(ReplicaService, SimpleNamespace(send_request=lambda *given: None))
     if not found:
         made.update_placement(sizes(2, 100), plans(2, 100, 400))
-        made.replicate(identity(5), None, {}, lambda error: None)
+        made.replicate(identity(5), None, lambda error: None)
     assert made.depends_on("lender", identity(5))
     memory_nodes.clear()
     made.update_placement(sizes(2, 100), plans(2, 100, 5000))
     for _ in range(2):
-        made.replicate(identity(5), identity(5), {}, lambda error: None)
+        made.replicate(identity(5), identity(5), lambda error: None)
         assert made.depends_on("lender", identity(5)), "it was copied there before, and may be there still"
-    made.replicate(identity(6), identity(5), {}, lambda error: None)
+    made.replicate(identity(6), identity(5), lambda error: None)
     assert [made.depends_on(name, identity(6)) for name in ("n1", "lender")] == [True, False]
 
 
@@ -601,42 +605,28 @@ def test_a_node_that_is_to_keep_more_hears_what_it_keeps_already_that_is_needed(
     """`found`: it was found to be safe, and who keeps what of it is not known (see Elsewhere.safe_needed)."""
     made, heard = replication_manager(2), list[Any]()
     frames = Frames.from_columns(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
-    told = Message({}, [], [encode_described([DescribedSnapshot(1, PAGE, bytes(PAGE), frames)])])
-    ask = lambda name, fields, blobs, then: then(told, "")  # noqa: E731
-    made._network = cast(
-        PeerNetwork, SimpleNamespace(agent_name="n0", transport=None, request=ask, addresses=lambda node: [])
-    )
-    copies = SimpleNamespace(
-        publish=lambda *given: None,
-        fetch_replicas=lambda *given: None,
-        evict_superseded=lambda *given: heard.append(given),
-    )
-    made._replicas = cast(ReplicaStore, copies)
+    told = encode_described([DescribedSnapshot(1, PAGE, bytes(PAGE), frames)])
+    ask = lambda name, fields, blobs, then: then([told], "") if name == "n1" else heard.append(fields)  # noqa: E731
+    made._network = cast(PeerNetwork, SimpleNamespace(agent_name="n0"))
+    made._service = cast(ReplicaService, SimpleNamespace(send_request=ask))
     made.update_placement(sizes(2, 100), plans(2, 100, 5000))
     kept = Kept("", 1, ("n1",)), Kept("n1", 1, ("",))
-    made.replicate(identity(6), identity(5), {}, lambda error: None, None if found else kept)
-    assert heard == [(identity(6), identity(5), [PAGE], None if found else [1])]
+    made.replicate(identity(6), identity(5), lambda error: None, None if found else kept)
+    (asked,) = [fields for fields in heard if fields["t"] == "replicate"]
+    assert (asked["identity"], asked["replicated"]) == (str(identity(6)), str(identity(5)))
+    assert asked["needed_ranks"] == (None if found else [1])
 
 
 def test_who_keeps_what_was_found_is_not_known_though_some_have_a_part_in_it_by_an_attempt() -> None:
-    held = holding((5, 0), (5, 1))
-    keeps = KeptReplica(None, held)
-    answer = Message({"t": "reply", "id": 1, **keeps.fields()}, [], keeps.blobs())
+    answer = Message({"t": "reply", "id": 1}, [], [msgpack.packb(holding((5, 0), (5, 1)).fields())])
     made = replication_manager(2)
     made._network = cast(
         PeerNetwork, SimpleNamespace(agent_name="n0", transport=None, request=lambda *given: given[-1](answer, ""))
     )
-    made._replicas = cast(
-        ReplicaStore,
-        SimpleNamespace(
-            publish=lambda *given: None,
-            inventory=Inventory,
-            parity_store=SimpleNamespace(chunks_by_name={}),
-            announced_replicated=None,
-        ),
-    )
+    made._replicas = cast(ReplicaStore, SimpleNamespace(inventory=Inventory))
+    made._service = cast(ReplicaService, SimpleNamespace(send_request=lambda *given: None))
     made.update_placement(sizes(2, 100), plans(2, 100, 5000))
-    made.replicate(identity(5), None, {}, lambda error: None)
+    made.replicate(identity(5), None, lambda error: None)
     assert not made.depends_on("lender", identity(5))
     found: list[Any] = []
     made.find_replicated(EPOCH, None, [identity(5)], 2, found.append)

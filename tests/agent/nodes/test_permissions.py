@@ -67,8 +67,7 @@ def test_only_who_leads_a_start_or_a_job_has_snapshots_given_out(at_work: Cluste
         error = ask(hostile, node, {"t": kind, "identity": which, "ranks": [1], "rank": 1, "reader": ""})[1]
         assert "coordinates nothing" in error
     hostile.say(node, {"t": "start-outcome", "epoch": OTHER}, [])
-    for kind in ("withdraw-published", "withdraw-frames"):
-        hostile.say(node, {"t": kind, "identity": which}, [])
+    hostile.say(node, {"t": "withdraw-published", "identity": which, "reader": "start"}, [])
     assert at_work.checkpoint("peer")
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from ckpt.agent.replication.parity_service import Where
-from ckpt.agent.replication.replica_store import decode_described
+from ckpt.agent.replication.replica_service import Where
 from ckpt.agent.runtime import workers
-from ckpt.agent.snapshots.described import ParityChunk, ParityChunkName, chunk_frames
+from ckpt.agent.snapshots.described import ParityChunk, ParityChunkName, chunk_frames, decode_described
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import CkptError
 from ckpt.format.parity import Row
@@ -82,7 +81,7 @@ def inventory(fleet: Fleet) -> Inventory:
         if name not in fleet.gone:
             own = Inventory()
             own.add_arenas(fleet.arenas[STEP][rank] for rank in ranks)
-            own.add_chunks(fleet.copies[name].parity_store.chunks_by_name.values())
+            own.add_chunks(fleet.copies[name].chunks_by_name.values())
             whole.merge(Inventory.parse(msgpack.unpackb(msgpack.packb(own.fields()))), name)
     return whole
 
@@ -178,7 +177,7 @@ def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_
     not know what is safe."""
     fleet = make(FOUR, Parity(3, 1))
     assert fleet.protect(STEP) == ""
-    before = {name: set(copies.parity_store.chunks_by_name) for name, copies in fleet.copies.items()}
+    before = {name: set(copies.chunks_by_name) for name, copies in fleet.copies.items()}
     fleet.option, fleet.gone = Parity(1, 1), {"d"}
     assert "no connection" in fleet.protect(STEP, safe)
     made, error = fleet.rebuild(STEP)
@@ -187,8 +186,8 @@ def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_
     fleet.gone = set()
     assert fleet.protect(STEP, safe) == ""
     for name, copies in fleet.copies.items():
-        assert copies.parity_store.chunks_by_name
-        assert before[name].isdisjoint(copies.parity_store.chunks_by_name)
+        assert copies.chunks_by_name
+        assert before[name].isdisjoint(copies.chunks_by_name)
 
 
 def test_parity_that_a_failed_attempt_was_to_be_replaced_by_does_not_take_the_place_of_that_which_is_whole(
@@ -216,8 +215,8 @@ def test_parity_of_what_is_safe_of_which_a_failed_attempt_has_left_more_gives_wa
     fleet.option, fleet.gone = Parity(1, 1), {"d"}
     assert "no connection" in fleet.protect(STEP, STEP)
     fleet.gone = set()
-    assert len(fleet.copies["a"].parity_store.chunks_by_name) > 1
-    left = fleet.copies["a"].parity_store.bytes
+    assert len(fleet.copies["a"].chunks_by_name) > 1
+    left = fleet.copies["a"].bytes
     fleet.copies["a"].set_limit(lambda: left)
     assert "there is no room" in fleet.protect(NEXT, STEP)
     assert 5 in fleet.kept("a")
@@ -236,8 +235,8 @@ def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(
         assert fleet.protect(identity(step), safe) == ""
         safe = identity(step)
         for copies in fleet.copies.values():
-            one = sum(chunk.arena.size_bytes for chunk in copies.parity_store.chunks_by_name.values())
-            assert 0 < copies.parity_store.bytes <= 2 * one
+            one = sum(chunk.arena.size_bytes for chunk in copies.chunks_by_name.values())
+            assert 0 < copies.bytes <= 2 * one
             assert copies.bytes_of(safe.epoch) == copies.bytes, "memory is planned anew without it"
     for copies in fleet.copies.values():
         copies.evict(lambda each: True)
@@ -250,9 +249,9 @@ def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_go
     """Whatever the system has said before of what is left."""
     fleet = make(UNEVEN, Parity(2, 2))
     assert fleet.protect(STEP) == ""
-    copies = max(fleet.copies.values(), key=lambda each: len(each.parity_store.chunks_by_name))
-    assert len(copies.parity_store.chunks_by_name) > 1
-    begin, used_bytes, got = copies.begin_chunk, copies.parity_store.used_bytes, list[ParityChunkName]()
+    copies = max(fleet.copies.values(), key=lambda each: len(each.chunks_by_name))
+    assert len(copies.chunks_by_name) > 1
+    begin, used_bytes, got = copies.begin_chunk, copies.used_bytes, list[ParityChunkName]()
 
     def full(name: ParityChunkName) -> Arena:
         if got:
@@ -263,7 +262,7 @@ def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_go
     copies.begin_chunk = full  # type: ignore[method-assign]
     assert "no memory for" in fleet.protect(NEXT, STEP)
     assert got
-    assert copies.parity_store.used_bytes == used_bytes
+    assert copies.used_bytes == used_bytes
     copies.begin_chunk = begin  # type: ignore[method-assign]
     assert fleet.protect(NEXT, STEP) == ""
 
@@ -277,7 +276,7 @@ def test_attempts_for_which_there_is_no_room_leave_nothing_behind(make: Make, sa
     for step in range(10, 30, 5):
         assert "there is no room" in fleet.protect(identity(step), safe)
         for copies in fleet.copies.values():
-            left = {*copies.parity_store._replacements, *(which for which, _ in copies._failed_transfers)}
+            left = {*copies._replacements, *(which for which, _ in copies._failed_transfers)}
             assert left <= {identity(step)}
 
 
@@ -330,7 +329,7 @@ def test_a_member_that_gives_other_bytes_than_it_says_gets_no_parity_and_spoils_
 
 def chunk_of(fleet: Fleet, row: Row) -> tuple[str, ParityChunk]:
     """The largest such, and who keeps it."""
-    kept = [(name, chunk) for name, each in fleet.copies.items() for chunk in each.parity_store.chunks_by_name.values()]
+    kept = [(name, chunk) for name, each in fleet.copies.items() for chunk in each.chunks_by_name.values()]
     return max((each for each in kept if each[1].name.row is row), key=lambda each: len(each[1].data))
 
 
@@ -346,7 +345,7 @@ def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_
     chunk.data[:5] = b"wrong"
     if lies:
         changed = replace(chunk, frames=chunk_frames(chunk.data, len(chunk.data)))
-        fleet.copies[name].parity_store.chunks_by_name[chunk.name] = changed
+        fleet.copies[name].chunks_by_name[chunk.name] = changed
     outcomes = set()
     for count in (1, 2):
         for gone in itertools.combinations(sorted(set(FOUR) - {name}), count):
@@ -386,7 +385,7 @@ def test_what_a_survivor_holds_damaged_counts_as_lost(
 def test_what_is_damaged_is_done_without_once_though_several_lost_ranks_come_upon_it(make: Make) -> None:
     fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
     assert fleet.protect(STEP) == ""
-    kept = [chunk for each in fleet.copies.values() for chunk in each.parity_store.chunks_by_name.values()]
+    kept = [chunk for each in fleet.copies.values() for chunk in each.chunks_by_name.values()]
     (chunk,) = [each for each in kept if each.name.stripe.ranks == {0, 1} and each.name.row is Row.P]
     chunk.data[:5] = b"wrong"
     fleet.gone = {"a"}
@@ -448,7 +447,7 @@ def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
     assert fleet.rebuild(STEP)[1] == ""
     expected = (CkptError, LookupError, TypeError, ValueError, OverflowError, AttributeError)
     count = 0
-    for kind in ("encode-parity", "publish-parity", "rebuild"):
+    for kind in ("replicate", "publish-parity", "rebuild"):
         name, fields, blobs = next(each for each in asked if each[1]["t"] == kind and each[0] != "c")
         plan = msgpack.unpackb(blobs[0]) if blobs else None
         variants = [(each, blobs) for each in spoiled(fields) if each.get("t") == kind]

@@ -90,9 +90,7 @@ def test_parity_takes_no_memory_that_what_is_being_made_again_will_take(fleet: F
     fleet.gone, size, filled = set(), 1 << 20, 1 << 10
     for each in fleet.parities.values():
         each._rebuild_queue.enqueue(RebuildWork(size, 0, False, "", lambda: filled, lambda: None, pytest.fail))
-    parity = max(
-        sum(name.stripe.length for name in copies.parity_store.chunks_by_name) for copies in fleet.copies.values()
-    )
+    parity = max(sum(name.stripe.length for name in copies.chunks_by_name) for copies in fleet.copies.values())
     room = parity + size - filled + SCRATCH_BYTES
     fleet.free_bytes = lambda name: room - 1
     assert "of memory are missing for parity" in fleet.protect(NEXT, STEP)

@@ -20,11 +20,18 @@ from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.peer_handlers import PeerHandlers
-from ckpt.agent.replication.parity_store import ParityStore
-from ckpt.agent.replication.replica_store import COPIES_MAX, ReplicaStore, decode_described, encode_described
+from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.runtime.memory_plan import MemoryUse
 from ckpt.agent.runtime.workers import Workers
-from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, describe_snapshots
+from ckpt.agent.snapshots.described import (
+    COPIES_MAX,
+    DescribedSnapshot,
+    ParityChunk,
+    ParityChunkName,
+    decode_described,
+    describe_snapshots,
+    encode_described,
+)
 from ckpt.agent.snapshots.inventory import find_sealed_snapshot
 from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.errors import AgentError, DamagedData
@@ -35,8 +42,9 @@ from ckpt.ipc.messages import Message
 from ckpt.placement.rebuild import StagedRun, Striped
 from ckpt.store.packs import Written
 from ckpt.types import Epoch, Identity, Version
-from tests.agent.nodes.cluster import HASHES_AT
 from tests.agent.nodes.staged import Turned, close_arenas, identity, staged
+
+HASHES_AT = 2048  # in an arena's header page, where it is said what they are
 
 
 class Carried:
@@ -108,7 +116,7 @@ class Held:
         self.keeper.evict_superseded(which, safe, [each.arena_bytes for each in wanted])
         self.keeper.fetch_replicas(link, which, "a", [], wanted, heard.append)
         self.turned.until(lambda: heard)
-        self.giver.withdraw(link, which)
+        self.giver.withdraw(which)
         assert not self.transport.offers
         return heard[0]
 
@@ -229,7 +237,7 @@ def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed
     assert held.kept() == set()
     held.transport.stuck.clear()
     assert held.copy(which) == "" or how == "a newer start has a whole checkpoint", "if it is wanted again, it may come"
-    held.giver.withdraw(link, which)
+    held.giver.withdraw(which)
 
 
 def test_parity_takes_its_memory_where_it_is_made_and_gives_it_back_on_a_thread() -> None:
@@ -240,7 +248,7 @@ def test_parity_takes_its_memory_where_it_is_made_and_gives_it_back_on_a_thread(
     try:
         copies.begin_chunk(name)
         assert (copies.bytes, copies.allocated_bytes) == (size, 0)
-        copies.parity_store.end_chunks([name], [])
+        copies.end_chunks([name], [])
         assert (copies.bytes, turned.workers.closing_bytes) == (0, size)
         turned.until(lambda: turned.workers.closing_bytes == 0)
     finally:
@@ -250,7 +258,7 @@ def test_parity_takes_its_memory_where_it_is_made_and_gives_it_back_on_a_thread(
 
 def test_parity_that_is_being_made_and_not_wanted_any_more_is_not_kept_and_who_asked_for_it_hears_that() -> None:
     workers = cast(Workers, SimpleNamespace(close_arenas=close_arenas))
-    chunks, (old, new) = ParityStore(workers), (identity(5), identity(6))
+    chunks, (old, new) = ReplicaStore(workers, lambda what: what()), (identity(5), identity(6))
     made = []
     for which in (old, new):
         name = ParityChunkName(which, Row.P, Striped(8, ((StagedRun(0, 0, 8),),)))
@@ -285,7 +293,7 @@ def test_who_asks_again_for_what_is_on_its_way_hears_when_it_is_there_or_that_it
     heard: list[tuple[str, str]] = []
     held.keeper.fetch_replicas(link, which, "a", [], wanted, lambda error: heard.append(("first", error)))
     held.keeper.fetch_replicas(link, which, "b", [], wanted, lambda error: heard.append(("again", error)))
-    ((fetch, arena),) = held.keeper._incoming.values()
+    ((fetch, _),), (arena,) = held.keeper._fetches.values(), held.keeper._incoming.values()
     if comes:
         arena.view[PAGE : arena.size_bytes] = arenas[0].view[PAGE : arena.size_bytes]
         fetch.completion.set_result(None)

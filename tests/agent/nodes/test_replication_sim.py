@@ -26,15 +26,16 @@ import pytest
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.inventory_lease import InventoryLease
-from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described
-from ckpt.agent.replication.replicate import Replication
-from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_replicated
+from ckpt.agent.replication.replica_service import ReplicaService
+from ckpt.agent.replication.replica_store import ReplicaStore
+from ckpt.agent.replication.replicate import Assignment, Replication
+from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated
 from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.agent.snapshots.described import DescribedSnapshot
 from ckpt.agent.snapshots.inventory import Inventory, Key
 from ckpt.errors import AgentError, DamagedData
 from ckpt.ipc.addresses import Address
-from ckpt.ipc.arena import PAGE, Arena
+from ckpt.ipc.arena import PAGE
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.groups import PlacementNode
@@ -106,6 +107,7 @@ def described(identity: Identity, cells: Mapping[int, Cell]) -> list[DescribedSn
 @pytest.fixture(autouse=True)
 def cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.agent.replication.replica_store.Arena", Cell)
+    monkeypatch.setattr("ckpt.agent.replication.replica_store.created_bytes", lambda size: size)
     monkeypatch.setattr("ckpt.agent.replication.replica_store.find_sealed_snapshot", sealed)
     monkeypatch.setattr("ckpt.agent.replication.replica_store.describe_snapshots", described)
     monkeypatch.setattr("ckpt.agent.snapshots.inventory.find_sealed_snapshot", sealed)
@@ -151,7 +153,10 @@ class Holder:
         self.alive = True
         self.own: dict[Key, Cell] = {}
         self.offers: dict[str, memoryview] = {}
-        self.copies = ReplicaStore(cast(Workers, Late(sim, self)), lambda what: sim.later(self, what))
+        services = cast(Workers, Late(sim, self)), lambda what: sim.later(self, what)
+        self.copies = ReplicaStore(*services)
+        held, network = lambda identity: cast(Any, self.held(identity)), lambda: cast(PeerNetwork, self)
+        self.service = ReplicaService(*services, self.copies, held, network, lambda: 1 << 40)
         self.fence = InventoryLease({}.__setitem__)
         self.copies.check_eviction = lambda epoch: self.fence.check(OWN_NODE, epoch)
 
@@ -210,8 +215,8 @@ class Holder:
             if lost:
                 self._sim.later(self, lambda: end(None, f"the connection to agent {name} has ended"))
 
-            def reply(found: list[bytes], error: str, body: dict[str, Any] | None = None) -> None:
-                answer = None if error else Message({"t": "reply", "id": 1, **(body or {})}, [], found)
+            def reply(found: list[bytes], error: str) -> None:
+                answer = None if error else Message({"t": "reply", "id": 1}, [], found)
                 self._sim.after(other, self, lambda: end(answer, error))
 
             try:
@@ -230,37 +235,26 @@ class Holder:
         if not self._sim.breaks():
             self._sim.after(self, other, lambda: other.told(self.agent_name, fields))
 
-    def asked(self, by: str, fields: dict[str, Any], blobs: Sequence[bytes], reply: Callable[..., None]) -> None:
+    def asked(
+        self, by: str, fields: dict[str, Any], blobs: Sequence[bytes], reply: Callable[[list[bytes], str], None]
+    ) -> None:
         """As Others has it."""
-        if fields["t"] == "survey-replicas":
-            keeps = self.keeps(Epoch.parse(fields["epoch"]))
-            reply(keeps.blobs(), "", keeps.fields())
+        if fields["t"] == "survey":
+            reply([msgpack.packb(self.inventory().fields())], "")
             return
-        identity = Identity.parse(fields["identity"])
-        if fields["t"] == "publish-snapshots":
-            held = self.held(identity)
-            if not set(fields["ranks"]) <= held.keys():
-                reply([], "not held here")
-                return
-            cells = cast(Mapping[int, Arena], {rank: held[rank] for rank in fields["ranks"]})
-            then = lambda found, error: reply([encode_described(found)], error)  # noqa: E731
-            self.copies.publish(self.transport, identity, cells, then)
-            return
-        assert fields["t"] == "replicate"
-        self.fence.check(by, identity.epoch)
-        safe = fields["replicated"]
-        self.copies.evict_superseded(identity, Identity.parse(safe) if safe is not None else None)
-        wanted = decode_described(blobs[0])
+        identity, keeps = Identity.parse(fields["identity"]), fields["t"] == "replicate"
+        if keeps:
+            self.fence.check(by, identity.epoch)
 
-        def kept(error: str) -> None:
-            reply([], error or self.fence.refusal(by, identity.epoch))
+        def done(found: list[bytes], error: str) -> None:
+            reply(found, error or (self.fence.refusal(by, identity.epoch) if keeps else ""))
 
-        self.copies.fetch_replicas(self.transport, identity, fields["source"], (), wanted, kept)
+        self.service.serve_request(fields, blobs, done)
 
     def told(self, by: str, fields: dict[str, Any]) -> None:
         try:
             if fields["t"] == "withdraw-published":
-                self.copies.withdraw(self.transport, Identity.parse(fields["identity"]))
+                self.service.withdraw(Identity.parse(fields["identity"]), fields["reader"])
             elif fields["t"] == "replicated":
                 self.copies.evict_older_than(Identity.parse(fields["identity"]))
             elif fields["t"] == "drop-older-epochs":
@@ -272,12 +266,9 @@ class Holder:
         self.copies.evict_epochs_before(before)
         self.own = {key: cell for key, cell in self.own.items() if key[0].epoch >= before}
 
-    def keeps(self, epoch: Epoch) -> KeptReplica:
-        return KeptReplica.from_inventory(self.inventory(), self.copies.announced_replicated, epoch)
-
     def inventory(self) -> Inventory:
-        found = Inventory()
-        found.add_arenas(cast(Any, [*self.own.values(), *self.copies.arenas()]))
+        found = self.copies.inventory()
+        found.add_arenas(cast(Any, self.own.values()))
         return found
 
 
@@ -349,8 +340,8 @@ class Job:
         self.emptied.clear()
         self.copying.begin(identity)
         lead = self.sim.nodes[self.names[0]]
-        wanted = {kept.node: (list(self.ranks[kept.node]), kept.holders) for kept in placement.protected_states}
-        own = {rank: lead.own[identity, rank] for rank in self.ranks[lead.agent_name]}
+        kept = placement.protected_states
+        wanted = [Assignment(holder, {each.node: self.ranks[each.node]}) for each in kept for holder in each.holders]
 
         def then(error: str) -> bool:
             self.under_way, why_not = None, self.copying.ended(error)
@@ -370,12 +361,12 @@ class Job:
                 self.placement = self.placed(placement)
             return True
 
-        network, arenas = cast(PeerNetwork, lead), cast(Mapping[int, Arena], own)
+        network = cast(PeerNetwork, lead)
         forgot = self.sim.random.random() < self.sim.forgets  # as a coordinator that was started again
 
         def begin(known: Identity | None) -> None:
             self.safe = max(filter(None, (known, self.safe)), default=None)
-            Replication(network, lead.copies, self.at, wanted, identity, known, arenas, then).begin()
+            Replication(network, lead.copies, lead.service, self.at, identity, wanted, then, known).begin()
 
         def found(safe: SafeCheckpoint | None) -> None:
             if safe is None:
@@ -388,7 +379,7 @@ class Job:
             self.unsure = True
             losses = {rank: kept.losses_max for kept in placement.protected_states for rank in self.ranks[kept.node]}
             needs = [losses[rank] for rank in range(self.world)]
-            find_replicated(network, self.names, lead.keeps(self.epoch), self.epoch, needs, found)
+            find_replicated(network, self.at, lead.inventory(), self.epoch, needs, found)
         else:
             begin(self.safe)
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
 import pytest
 
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.replication import rereplicate
-from ckpt.agent.replication.replica_store import ReplicaStore, encode_described
+from ckpt.agent.replication.replica_service import ReplicaService
+from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.rereplicate import Rereplication, retry_delay_s
-from ckpt.agent.snapshots.described import describe_snapshots
+from ckpt.agent.runtime.workers import Workers
+from ckpt.agent.snapshots.described import describe_snapshots, encode_described
+from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc.node_list import NodeAt
+from ckpt.placement.rebuild import StagedRun, Striped
 from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
 from tests.agent.fake import full
 from tests.agent.nodes.cluster import Cluster, together
@@ -29,28 +34,56 @@ class Made:
 
     def __init__(self, *holders: str) -> None:
         self.net, self.events = Net("me"), list[tuple[str, dict[str, Any]]]()
+        self.holders, self.silent = set(holders), set[str]()
+        self.parity = ""  # the node that has parity of it
+        self.nodes = list("abcd")
         self.said: list[bool] = []  # whether it is safe
+        self.waits: list[float] = []
+        self.rebuilding: list[Callable[[str], None]] = []
         self.arenas = staged(WHICH, 1)
         self.sent = encode_described(describe_snapshots(WHICH, self.arenas))
-        self.reprotecting = Rereplication(
-            cast(PeerNetwork, self.net),
-            cast(ReplicaStore, SimpleNamespace(withdraw=lambda *given: None)),
-            [NodeAt(name, (), (number,)) for number, name in enumerate("abcd")],
-            WHICH,
-            {0: holders},
-            {0: 100},
-            lambda which: {},
-            lambda delay_s, what: None,
-            lambda name, text, loud, data: self.events.append((name, data)),
-            self.said.append,
+        network = cast(PeerNetwork, self.net)
+        copies = cast(ReplicaStore, SimpleNamespace(withdraw=lambda *given: None))
+        service = ReplicaService(
+            cast(Workers, None), lambda what: what(), copies, lambda which: {}, lambda: network, lambda: 0
+        )
+        self.job = Rereplication(
+            *(network, copies, service, WHICH),
+            nodes=lambda: [NodeAt(name, (), (number,)) for number, name in enumerate(self.nodes)],
+            own=Inventory,
+            rebuild=lambda held, then: self.rebuilding.append(then),
+            guard=lambda what: what(),
+            later=lambda delay_s, what: self.waits.append(delay_s),
+            emit=lambda name, text, loud, data: self.events.append((name, data)),
+            report=self.said.append,
         )
 
-    def tend(self, copies: int) -> list[str]:
+    def begin(self, copies: int = 1, lends: Mapping[str, int] = PLENTY) -> None:
+        assert self.job.is_due
+        self.job.begin_attempt(lends, copies)
+
+    def survey(self) -> None:
+        """Whoever was asked what lies there answers."""
+
+        def answer(asked: Asked) -> None:
+            if asked.name in self.silent:
+                asked.refuse()
+                return
+            held = Inventory()
+            if asked.name in self.holders:
+                held.add_arenas(self.arenas.values())
+            if asked.name == self.parity:
+                held._add_parity(WHICH, 1, Striped(8, ((StagedRun(0, 0, 8),),)), [0], {0: 8})
+            asked.answer({}, [msgpack.packb(held.fields())])
+
+        self.each("survey", answer)
+
+    def tend(self, copies: int = 1) -> list[str]:
         """Which sources are asked."""
-        assert self.reprotecting.is_due
         before = len(self.net.asked)
-        self.reprotecting.begin_attempt(PLENTY, copies)
-        return [each.name for each in self.net.asked[before:]]
+        self.begin(copies)
+        self.survey()
+        return [each.name for each in self.net.asked[before:] if each.fields["t"] != "survey"]
 
     def left(self, kind: str) -> list[Asked]:
         return [each for each in self.net.asked if each.fields["t"] == kind and each.then is not None]
@@ -65,6 +98,11 @@ class Made:
 
     def give(self) -> None:
         self.each("publish-snapshots", lambda asked: asked.answer({}, [self.sent]))
+
+    def keep(self) -> list[str]:
+        """All copies come."""
+        self.holders |= {asked.name for asked in self.left("replicate")}
+        return self.each("replicate", lambda asked: asked.answer({}))
 
     def names(self) -> list[str]:
         return [name for name, _ in self.events]
@@ -97,45 +135,47 @@ def test_who_does_not_give_what_he_has_is_followed_by_who_has_it_too_and_then_ge
     assert job.names() == ["replication.failed"]
     assert job.tend(2) == ["b"]
     job.give()
-    assert len(job.each("replicate", lambda asked: asked.answer({}))) == 1
+    assert len(job.keep()) == 1
     assert job.names()[-1] == "replica.restored"
     (again,) = job.tend(2)
     assert again != "a", "what a has is damaged there"
     job.give()
-    assert job.each("replicate", lambda asked: asked.answer({})) in (["a"], ["c"], ["d"])
+    assert job.keep() in (["a"], ["c"], ["d"])
     assert job.tend(2) == []
-    assert not job.reprotecting.is_due
+    assert not job.job.is_due
 
 
 def test_the_only_one_who_has_it_is_asked_again(made: Callable[..., Made]) -> None:
     job = made("c")
     for _ in range(3):
-        assert job.tend(1) == ["c"]
+        assert job.tend() == ["c"]
         job.each("publish-snapshots", Asked.refuse)
-    assert job.tend(1) == ["c"]
+    assert job.tend() == ["c"]
     job.give()
-    assert len(job.each("replicate", lambda asked: asked.answer({}))) == 1
-    assert job.tend(1) == []
+    assert len(job.keep()) == 1
+    assert job.tend() == []
 
 
 def test_that_it_is_safe_again_is_said_once_each_has_its_copy_and_no_more_once_one_is_lost(
     made: Callable[..., Made],
 ) -> None:
     job = made("a")
-    assert job.tend(1) == ["a"]
+    assert job.tend() == ["a"]
     job.give()
-    (holder,) = job.each("replicate", lambda asked: asked.answer({}))
+    (holder,) = job.keep()
     assert job.said == [False]
-    assert job.tend(1) == []
+    assert job.tend() == []
     assert job.said == [False, True]
-    job.reprotecting.drop_holder(holder)
-    assert job.tend(1)
+    job.holders.remove(holder)
+    job.job.survey_again()
+    assert job.tend()
     assert job.said == [False, True, False]
 
 
 def test_what_there_is_too_little_memory_for_is_not_said_to_be_safe(made: Callable[..., Made]) -> None:
     job = made("a")
-    job.reprotecting.begin_attempt({}, 1)
+    job.begin(lends={})
+    job.survey()
     assert (job.said, job.names()) == ([False], ["replication.short"])
 
 
@@ -146,24 +186,101 @@ def test_what_fails_is_tried_again_ever_later_and_at_least_once_a_minute() -> No
 @pytest.mark.parametrize("when", ["meanwhile", "afterwards"])
 def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, made: Callable[..., Made]) -> None:
     job = made("a")
-    assert job.tend(1) == ["a"]
+
+    def lose(name: str) -> None:
+        job.holders.discard(name)
+        job.job.survey_again()
+
+    assert job.tend() == ["a"]
     job.give()
     if when == "meanwhile":
-        job.reprotecting.drop_holder("a")
-    (holder,) = job.each("replicate", lambda asked: asked.answer({}))
+        lose("a")
+    (holder,) = job.keep()
     if when == "afterwards":
-        assert job.tend(1) == []
-        assert not job.reprotecting.is_due
-        job.reprotecting.drop_holder("d" if holder != "d" else "c")
-        assert not job.reprotecting.is_due, "it had nothing"
-        job.reprotecting.drop_holder("a")
-    assert job.tend(1) == [holder]
+        assert job.tend() == []
+        assert not job.job.is_due
+        lose("d" if holder != "d" else "c")
+        assert job.tend() == [], "it had nothing"
+        lose("a")
+    assert job.tend() == [holder]
     job.give()
-    job.each("replicate", lambda asked: asked.answer({}))
+    job.keep()
     assert job.names() == ["replica.restored"] * 2
-    job.reprotecting.end()
-    job.reprotecting.drop_holder(holder)
-    assert not job.reprotecting.is_due
+    job.job.end()
+    job.job.survey_again()
+    assert not job.job.is_due
+
+
+def test_a_node_that_dies_while_it_is_asked_is_done_without_where_the_others_have_all_and_else_all_are_asked_again(
+    made: Callable[..., Made],
+) -> None:
+    job = made()
+    job.silent = {"b"}
+    for tries in range(1, 4):
+        assert job.tend() == []
+        assert (job.job.is_due, len(job.waits)) == (True, tries)
+    job.holders = {"a"}
+    assert job.tend() == ["a"]
+
+
+def test_what_only_parity_has_is_rebuilt_first_and_again_where_that_fails(made: Callable[..., Made]) -> None:
+    job = made()
+    job.parity = "b"
+    for error in ("there is no memory", ""):
+        assert job.tend() == []
+        assert not job.job.is_due
+        job.rebuilding.pop()(error)
+        assert (job.job.is_due, job.said) == (True, [])
+    job.holders = {"c"}
+    job.tend(2)
+    assert not job.rebuilding
+    assert [asked.name for asked in job.left("publish-snapshots")] == ["c"]
+
+
+def test_what_an_agent_has_said_that_is_gone_meanwhile_counts_no_more(made: Callable[..., Made]) -> None:
+    job = made("a", "b")
+    job.begin(2)
+    job.job.survey_again()
+    job.survey()
+    assert (job.left("publish-snapshots"), job.job.is_due) == ([], True)
+    job.holders = {"b"}
+    assert job.tend(2) == ["b"]
+
+
+def test_copies_that_do_not_stay_are_made_again_only_after_a_pause(made: Callable[..., Made]) -> None:
+    job = made("a")
+    for pauses in range(2):
+        assert job.tend() == ["a"]
+        job.give()
+        job.keep()
+        job.holders = {"a"}
+        assert (job.tend(), len(job.waits)) == ([], pauses + 1)
+
+
+@pytest.mark.parametrize("when", ["while they are asked", "afterwards"])
+def test_where_nobody_has_the_rest_a_memory_only_node_that_comes_is_asked_too(
+    when: str, made: Callable[..., Made]
+) -> None:
+    job = made("m")
+    job.begin()
+    if when == "while they are asked":
+        job.nodes.append("m")
+        job.job.survey_again()
+    job.survey()
+    if when == "afterwards":
+        assert not job.job.is_due
+        assert not job.waits, "nothing is to come of that by itself"
+        job.nodes.append("m")
+        job.job.survey_again()
+    assert job.tend() == ["m"]
+
+
+def test_once_the_job_has_something_as_safe_nothing_is_found_any_more(made: Callable[..., Made]) -> None:
+    job = made("a")
+    job.begin()
+    job.job.end()
+    job.survey()
+    assert (job.left("publish-snapshots"), job.job.is_due) == ([], False)
 
 
 def limit(cluster: Cluster, peer_bandwidth: int | None) -> None:

@@ -15,12 +15,15 @@ from ckpt.agent.job.follower_job import FollowerJob
 from ckpt.agent.net.handshake import Dialler, Role
 from ckpt.agent.net.peer_network import secret_id_of
 from ckpt.agent.net.tcp_sender import Transport
+from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.cluster_startup import ClusterStartup
 from ckpt.agent.node.inventory_lease import LEASE_TIMEOUT_S, InventoryLease
-from ckpt.agent.replication.replica_store import decode_described
+from ckpt.agent.replication.replica_store import ReplicaStore, transfer_name
 from ckpt.agent.restore.peer_source import offer_name
+from ckpt.agent.runtime.workers import Workers
+from ckpt.agent.snapshots.described import decode_described
 from ckpt.errors import AgentError
-from ckpt.types import OWN_NODE, Epoch, Identity, Version
+from ckpt.types import Epoch, Identity, Version
 from tests.agent.node.test_inventory_lease import Later
 from tests.agent.nodes.cluster import Cluster
 from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of
@@ -30,6 +33,15 @@ __all__ = ["at_work", "liar"]
 
 ONE, TWO = Epoch(1, "a" * 16), Epoch(2, "b" * 16)
 OLDER, NEWER = Identity(ONE, Version(5)), Identity(ONE, Version(6))
+OFFERS = {
+    transfer_name(NEWER, 0): ["x/"],  # a job has it copied
+    offer_name(OLDER, 0): ["x/start"],
+    offer_name(NEWER, 0): ["x/start", "y/start"],
+    offer_name(NEWER, 1): ["start"],  # a start from here
+}
+ALL = list(OFFERS)
+OF_Y = [name for name in ALL if name != offer_name(OLDER, 0)]
+OWN = [name for name in OF_Y if name != offer_name(NEWER, 0)]
 
 
 class Node:
@@ -38,12 +50,12 @@ class Node:
     def __init__(self) -> None:
         self.later: Later = {}
         self.inventory_lease = InventoryLease(self.later.__setitem__)
-        self._requesters_by_transfer = {
-            offer_name(OLDER, 0): {"x"},
-            offer_name(NEWER, 0): {"x", "y"},
-            offer_name(NEWER, 1): {OWN_NODE},
-        }
-        self.network = SimpleNamespace(transport=SimpleNamespace(withdraw=lambda name: None))
+        transport = SimpleNamespace(offer=lambda *given: None, withdraw=lambda name: None)
+        self.replicas = ReplicaStore(cast(Workers, None), lambda what: what())
+        for name, readers in OFFERS.items():
+            for reader in readers:
+                given = cast(Transport, transport), name, memoryview(b""), cast(Frames, None)
+                self.replicas.offer(*given, reader, urgent=True)
         self.peer_disconnected: list[str] = []
         self.followed_jobs = [self.followed_job("x"), self.followed_job("y")]
         for name in ("x", "y"):
@@ -53,17 +65,11 @@ class Node:
         end = lambda: self.peer_disconnected.append(leader)  # noqa: E731
         return SimpleNamespace(coordinator=SimpleNamespace(name=leader), end_uncoordinated_restore=end)
 
-    def _withdraw_served(self, by: str, identity: Identity | None = None) -> None:
-        ClusterStartup._withdraw_served(cast(ClusterStartup, self), by, identity)
-
     def tend(self) -> tuple[list[str], list[str]]:
         """What is served from then on, and by whose coordinator's end something that was read went."""
         self.peer_disconnected.clear()
         ClusterStartup._end_expired_serving(cast(ClusterStartup, self))
-        return sorted(self._requesters_by_transfer), self.peer_disconnected
-
-
-ALL = sorted([offer_name(OLDER, 0), offer_name(NEWER, 0), offer_name(NEWER, 1)])
+        return sorted(self.replicas._readers_by_offer), self.peer_disconnected
 
 
 def test_what_a_coordinator_has_served_outlives_a_lost_connection_that_comes_back_in_time() -> None:
@@ -79,10 +85,10 @@ def test_what_a_coordinator_has_served_ends_once_it_is_taken_for_gone() -> None:
     node = Node()
     node.inventory_lease.on_holder_lost("x")
     node.later[LEASE_TIMEOUT_S]()
-    assert node.tend() == ([offer_name(NEWER, 0), offer_name(NEWER, 1)], ["x"])
+    assert node.tend() == (OF_Y, ["x"])
     node.inventory_lease.on_holder_lost("y")
     node.later[LEASE_TIMEOUT_S]()
-    assert node.tend() == ([offer_name(NEWER, 1)], ["x", "y"])
+    assert node.tend() == (OWN, ["x", "y"])
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -92,7 +98,7 @@ def test_what_a_start_has_served_ends_with_its_outcome_though_nobody_says_so(beg
         assert node.inventory_lease.on_epoch_begun("x", TWO)
     else:
         node.inventory_lease.end_lease("x")
-    assert node.tend() == ([offer_name(NEWER, 0), offer_name(NEWER, 1)], ["x"])
+    assert node.tend() == (OF_Y, ["x"])
 
 
 def test_what_was_read_for_a_start_goes_unless_its_coordinator_is_connected() -> None:

@@ -12,21 +12,19 @@ import pytest
 from ckpt.agent.commit.store_client import JobOptions
 from ckpt.agent.job.job import Job
 from ckpt.agent.job.job_executor import JobExecutor
-from ckpt.agent.replication.replicate import Replication
+from ckpt.agent.replication.replicate import Assignment, Replication
 from ckpt.agent.replication.replication_manager import ReplicationManager
-from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint, find_replicated, newest_replicated
+from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated, newest_replicated
 from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteShare
 from ckpt.agent.state.accounting import Accounting
 from ckpt.agent.state.replica_state import NO_PEER_MEMORY, SUPERSEDED, ReplicaState
-from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.arena import PAGE
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.placement import Kept
 from ckpt.types import Epoch, Identity, Version
-from tests.agent.nodes.staged import spoiled
 from tests.agent.nodes.test_replication_sim import ADDRESS, Cell, Holder, Sim, cells
 
 __all__ = ["cells"]
@@ -38,11 +36,11 @@ def at(step: int) -> Identity:
     return Identity(EPOCH, Version(step))
 
 
-def keeps(safe: int | None, **ranks: list[int]) -> KeptReplica:
-    held = Inventory()
+def keeps(safe: int | None, **ranks: list[int]) -> Inventory:
+    held = Inventory(announced_replicated=at(safe) if safe is not None else None)
     for step, theirs in ranks.items():
         held.add_local_snapshots(at(int(step[1:])), 3, theirs)
-    return KeptReplica(at(safe) if safe is not None else None, held)
+    return held
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def keeps(safe: int | None, **ranks: list[int]) -> KeptReplica:
     ],
 )
 def test_safe_is_what_anybody_was_told_of_or_what_lies_on_as_many_nodes_as_it_should(
-    nodes: list[KeptReplica], newest: int | None, whole: int | None
+    nodes: list[Inventory], newest: int | None, whole: int | None
 ) -> None:
     named = {f"n{number}": each for number, each in enumerate(nodes)}
     expected = SafeCheckpoint(at(newest) if newest is not None else None, at(whole) if whole is not None else None)
@@ -98,30 +96,11 @@ def test_each_rank_is_to_outlive_as_many_losses_as_its_node_was_placed_for() -> 
     assert newest_replicated(nodes, (2, 1, 0)).fully_replicated is None
 
 
-def test_what_a_node_says_that_cannot_be_is_an_error_and_nothing_else() -> None:
-    right = keeps(3, _3=[1, 2])
-    again = KeptReplica.parse(EPOCH, right.fields(), right.blobs())
-    assert (again.replicated, again.inventory.holders) == (right.replicated, right.inventory.holders)
-    with pytest.raises(AgentError, match="another epoch"):
-        KeptReplica.parse(BEFORE, right.fields(), right.blobs())
-    expected = (CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
-    told = [(wrong, right.blobs()) for wrong in spoiled(right.fields())]
-    told += [(right.fields(), [msgpack.packb(wrong)]) for wrong in spoiled(right.inventory.fields()) if is_sent(wrong)]
-    told += [(right.fields(), wrong) for wrong in ([], [b""], [right.blobs()[0][:-1]])]
-    for fields, blobs in told:
-        try:
-            found = KeptReplica.parse(EPOCH, fields, blobs)
-        except expected:
-            continue
-        assert all(0 <= rank < found.inventory.world_sizes[identity] for identity, rank in found.inventory.holders)
-
-
-def is_sent(value: Any) -> bool:
-    try:
-        msgpack.packb(value)
-    except (OverflowError, ValueError, TypeError):
-        return False
-    return True
+def test_of_what_a_node_says_only_the_epoch_that_is_asked_for_counts() -> None:
+    other, said = Inventory(announced_replicated=Identity(BEFORE, Version(9))), list[SafeCheckpoint | None]()
+    other.add_local_snapshots(Identity(BEFORE, Version(9)), 3, [0, 1, 2])
+    find_replicated(cast(Any, SimpleNamespace(agent_name="a")), [], other, EPOCH, (1, 1, 1), said.append)
+    assert said == [SafeCheckpoint(None, None)]
 
 
 class Pair:
@@ -133,7 +112,7 @@ class Pair:
         self.lead, self.lender = (self.sim.nodes[self.sim.add()] for _ in range(2))
         self.lender.copies.set_limit(lambda: 2 * (PAGE + 16))
         self.nodes = [NodeAt(self.lead.agent_name, ADDRESS, (0,)), NodeAt(self.lender.agent_name, ADDRESS, ())]
-        self.wanted = {self.lead.agent_name: ((0,), (self.lender.agent_name,))}
+        self.wanted = [Assignment(self.lender.agent_name, {self.lead.agent_name: (0,)})]
 
     def copy(self, step: int, safe: Identity | None, is_safe: bool | None = True) -> str:
         """What is heard of it; to that it is said whether it `is_safe`."""
@@ -141,13 +120,13 @@ class Pair:
         cell.fill(at(step), 0, 1)
         self.lead.own[at(step), 0] = cell
         said: list[str] = []
-        services = cast(Any, self.lead), self.lead.copies, self.nodes, self.wanted
+        services = cast(Any, self.lead), self.lead.copies, self.lead.service, self.nodes
 
         def then(error: str) -> bool | None:
             said.append(error)
             return is_safe
 
-        Replication(*services, at(step), safe, cast(Any, {0: cell}), then).begin()
+        Replication(*services, at(step), self.wanted, then, safe).begin()
         while not said:
             self.sim.turn()
         return said[0]
@@ -158,8 +137,7 @@ class Pair:
 
     def find(self) -> SafeCheckpoint | None:
         said: list[SafeCheckpoint | None] = []
-        names = [node.name for node in self.nodes]
-        find_replicated(cast(Any, self.lead), names, self.lead.keeps(EPOCH), EPOCH, (1,), said.append)
+        find_replicated(cast(Any, self.lead), self.nodes, self.lead.inventory(), EPOCH, (1,), said.append)
         while not said:
             self.sim.turn()
         return said[0]
@@ -216,9 +194,10 @@ def test_an_answer_that_cannot_be_read_is_none() -> None:
         agent_name = "a"
 
         def request(self, name: str, fields: Any, blobs: Any, then: Any) -> None:
-            then(Message({"replicated": None}, [], [msgpack.packb(5)]), "")
+            then(Message({}, [], [msgpack.packb(5)]), "")
 
-    find_replicated(cast(Any, Net()), ["a", "b"], keeps(None), EPOCH, (1,), said.append)
+    nodes = [NodeAt(name, (), ()) for name in "ab"]
+    find_replicated(cast(Any, Net()), nodes, keeps(None), EPOCH, (1,), said.append)
     assert said == [None]
 
 
@@ -274,7 +253,7 @@ class Carried:
         self.known = safe
         self.finding.append(then)
 
-    def protect(self, identity: Identity, safe: Identity | None, own: Any, then: Callable[[str], bool], _: Any) -> None:
+    def protect(self, identity: Identity, safe: Identity | None, then: Callable[[str], bool], _: Any) -> None:
         self.heard.append(f"{identity}, safe: {safe}")
         self.ended = then
 
@@ -391,9 +370,7 @@ def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_
     carried.replicate()
     assert carried.known == at(3)
     copies = SimpleNamespace(
-        inventory=Inventory,
-        parity_store=SimpleNamespace(chunks_by_name={}),
-        announced_replicated=Identity(BEFORE, Version(9)),
+        inventory=lambda: Inventory(announced_replicated=Identity(BEFORE, Version(9))),
     )
     node = NodeAt("a", (ADDRESS,), (0, 1, 2))
     replication_manager = ReplicationManager(

@@ -27,7 +27,7 @@ def outlives(fleet: Fleet, which: Identity, losses: int) -> bool:
     for gone in itertools.combinations(fleet.ranks, losses):
         left = Inventory()
         for name in fleet.ranks.keys() - set(gone):
-            left.merge(fleet.keeps(name, which.epoch).inventory, name)
+            left.merge(fleet.keeps(name), name)
         if which not in left.complete_checkpoints():
             return False
     return True
@@ -58,7 +58,7 @@ def test_what_is_found_is_what_outlives_the_losses_asked_for_or_as_many_as_what_
 def test_a_node_that_lends_twice_the_parity_takes_the_next_of_a_coordinator_that_was_started_again(make: Make) -> None:
     fleet = make(LENT, Parity(2, 1))
     assert fleet.protect(FIRST) == ""
-    lent_bytes = 2 * fleet.copies["m"].parity_store.used_bytes
+    lent_bytes = 2 * fleet.copies["m"].used_bytes
     fleet.copies["m"].set_limit(lambda: lent_bytes)
     fleet.deaf = {"b", "m"}
     assert fleet.protect(SECOND, safe=FIRST) == ""

@@ -29,6 +29,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -36,11 +37,17 @@ from ckpt.agent.job.memory_node_client import MemoryNodeClients
 from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.replication.parity_service import ParityService
-from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described
+from ckpt.agent.replication.replica_service import ReplicaService
+from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import ReplicationManager
-from ckpt.agent.replication.survey import KeptReplica, SafeCheckpoint
-from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName
+from ckpt.agent.replication.survey import SafeCheckpoint
+from ckpt.agent.snapshots.described import (
+    DescribedSnapshot,
+    ParityChunk,
+    ParityChunkName,
+    decode_described,
+    encode_described,
+)
 from ckpt.agent.snapshots.inventory import Inventory, Key
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.job_facts import SlotState
@@ -91,6 +98,7 @@ class Cell:
     """An arena, of which only the room that it takes counts here."""
 
     untouched_bytes = 0
+    view = memoryview(b"")
 
     def __init__(self, size: int = BYTES) -> None:
         self.size_bytes = created_bytes(size)
@@ -108,7 +116,7 @@ class Cell:
 
 @pytest.fixture(autouse=True)
 def cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.agent.replication.parity_store.Arena", Cell)
+    monkeypatch.setattr("ckpt.agent.replication.replica_store.Arena", Cell)
 
 
 class Memory(ReplicaStore):
@@ -149,21 +157,25 @@ class Memory(ReplicaStore):
         self.sim.fail_coming(lambda memory, key, _: memory is self and key is not None and goes(key[0]))
 
     def inventory(self) -> Inventory:
-        found = Inventory()
+        found = Inventory(announced_replicated=self.announced_replicated)
         for which, rank in self.arenas_by_key:
             found.add_local_snapshots(which, len(TRAIN), [rank])
-        found.add_chunks(self.parity_store.chunks_by_name.values())
+        found.add_chunks(self.chunks_by_name.values())
         return found
 
 
-class Parts(ParityService):
+class Parts(ReplicaService):
     """What one node's agent does of parity. Nothing is computed, and when it is made the schedule says."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory, sim = memory, memory.sim
         lanes = cast(Any, SimpleNamespace(run=self.run))
         network = lambda: cast(PeerNetwork, sim.wires)  # noqa: E731
-        super().__init__(lanes, lambda what: what(), memory, lambda which: {}, network, lambda: 1 << 40)
+        super().__init__(lanes, lambda what: what(), memory, self.staged, network, lambda: 1 << 40)
+
+    def staged(self, which: Identity) -> dict[int, Any]:
+        name = self.memory.name
+        return {TRAIN.index(name): Cell()} if name in TRAIN and which.version in self.memory.sim.slots.values() else {}
 
     def run(self, lane: Any, make: Callable[[], Any], made: Callable[[Future[Any]], None]) -> None:
         def ended(error: str) -> None:
@@ -295,7 +307,7 @@ class Sim:
         """Whether what is lost of it with that node can be made again."""
         rows: dict[Striped, set[int]] = defaultdict(set)
         for name in [name for name in NODES if name != without]:
-            for each in self.memory[name].parity_store.chunks_by_name:
+            for each in self.memory[name].chunks_by_name:
                 if each.identity == identity(version) and (name, each) not in self.spare_parity:
                     rows[each.stripe].add(int(each.row))
         lost = {TRAIN.index(without)} if without in TRAIN else set()
@@ -341,13 +353,11 @@ class Sim:
     def rely_on_parity(self, which: Identity, older_go: bool) -> None:
         """On that which was made last. `older_go`: each node that hears so lets go of the rest."""
         for name, memory in self.memory.items():
-            instead = memory.parity_store._replacements.get(which)
+            instead = memory._replacements.get(which)
             self.spare_parity -= {(name, each) for each in instead or ()}
             if older_go and instead is not None:
                 self.spare_parity |= {
-                    (name, each)
-                    for each in memory.parity_store.chunks_by_name
-                    if each.identity == which and each not in instead
+                    (name, each) for each in memory.chunks_by_name if each.identity == which and each not in instead
                 }
 
     # -- the coordinator's agent
@@ -494,7 +504,7 @@ class Sim:
         elif (why_not := group.why_not_replicated(version)) is not None:
             ended(why_not)
         else:
-            replication_manager.replicate(which, safe, cast(Any, {0: None}), copied, group.retained_placement)
+            replication_manager.replicate(which, safe, copied, group.retained_placement)
 
     # -- the other agents
 
@@ -504,26 +514,19 @@ class Sim:
         match fields["t"]:
             case "borrow-memory":
                 reply((), "", {"lent_bytes": 1 << 30, "name": name, "domains": [], "link_bytes_s": 0})
-            case "survey-replicas":
+            case "survey":
                 found = memory.inventory()
                 for version in self.slots.values() if name in TRAIN else ():
                     found.add_local_snapshots(identity(version), len(TRAIN), [TRAIN.index(name)])
-                keeps = KeptReplica.from_inventory(found, memory.announced_replicated, EPOCH)
-                reply(keeps.blobs(), "", keeps.fields())
+                reply([msgpack.packb(found.fields())])
             case "publish-snapshots":
                 assert Identity.parse(fields["identity"]).version in self.slots.values()
                 reply([description(*fields["ranks"])])
-            case "encode-parity":
+            case "replicate":
                 try:
                     memory.parities.serve_request(fields, blobs, reply)
                 except AgentError as exc:
                     reply((), str(exc))
-            case "replicate":
-                which, safe = Identity.parse(fields["identity"]), fields["replicated"]
-                wanted = decode_described(blobs[0])
-                sizes = [each.arena_bytes for each in wanted]
-                memory.evict_superseded(which, Identity.parse(safe) if safe else None, sizes, fields["needed_ranks"])
-                memory.fetch_replicas(None, which, fields["source"], (), wanted, lambda error: reply((), error))
 
     def told(self, name: str, fields: dict[str, Any]) -> None:
         if fields["t"] == "replicated":

@@ -1,10 +1,11 @@
-"""The parity service of one node: carries out a coordinator's four requests about parity. Main thread only.
+"""The replica service of one node: carries out a coordinator's requests about replicas. Main thread only.
 
-    stripe    keep parity chunks of what other nodes' ranks staged; their bytes are fetched from those nodes
-    publish   let others read the snapshots that lie here, and describe them; also used for copies
-    lend      let others read the parity kept here of a checkpoint, and describe it
-    rebuild   rebuild a rank's snapshot from parity and other ranks' snapshots, and keep it as a copy. `leave` bytes
-              must stay free beside it. If source bytes were damaged, the answer names their transfer
+    replicate            keep copies of snapshots, or parity chunks made of them; the bytes are fetched from other nodes
+    publish-snapshots    let others read the snapshots that lie here, and describe them
+    publish-parity       let others read the parity kept here of a checkpoint, and describe it
+    rebuild              rebuild a rank's snapshot from parity and other ranks' snapshots, and keep it as a copy.
+                         `reserve_bytes` must stay free beside it. If source bytes were damaged, the answer names their
+                         transfer
 
 The coordinator's own node gets the same requests. The last three are `urgent` when a start waits for them: they then
 run at normal priority, and outside the network limit of replication.
@@ -22,9 +23,16 @@ import msgpack
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.replication.parity_worker import FrameOrigin, ParityWorker
 from ckpt.agent.replication.rebuild_queue import RebuildQueue, RebuildWork
-from ckpt.agent.replication.replica_store import ReplicaStore, decode_described, encode_described, transfer_name
+from ckpt.agent.replication.replica_store import ReplicaStore, transfer_name
 from ckpt.agent.runtime.workers import Lane, Workers, failure
-from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, parse_row
+from ckpt.agent.snapshots.described import (
+    DescribedSnapshot,
+    ParityChunk,
+    ParityChunkName,
+    decode_described,
+    encode_described,
+    parse_row,
+)
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.parity import Row
 from ckpt.ipc.addresses import Address
@@ -93,7 +101,7 @@ class Where:
                     raise AgentError(f"a parity of bytes that rank {run.rank} has not staged")
 
 
-class ParityService:
+class ReplicaService:
     """`arenas_of`: the snapshots of a checkpoint that lie here, copies included, by rank. `free_bytes`: memory that may
     still be taken on this machine."""
 
@@ -134,9 +142,7 @@ class ParityService:
 
     def withdraw(self, identity: Identity, reader: str) -> None:
         """Ends that reader's use of the offers of the checkpoint here, and refuses its waiting rebuilds."""
-        network = self._network()
-        if network is not None:
-            self._replicas.withdraw(network.transport, identity, reader)
+        self._replicas.withdraw(identity, reader)
         self._rebuild_queue.refuse_queued(reader, f"nobody waits for {identity} any more")
 
     def _serve_locally(self, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
@@ -149,19 +155,9 @@ class ParityService:
         """Serves one request. Errors: AgentError, or any error of a malformed message; then `then` is not called."""
         identity = Identity.parse(str(fields["identity"]))
         match fields["t"]:
-            case "encode-parity":
+            case "replicate":
                 where, snapshots = Where.decode(identity, blobs[0]), _decode_by_rank(blobs[1])
-                where.check_sizes(snapshots)
-                world, told = int(fields["world"]), fields["replicated"]
-                safe = Identity.parse(str(told)) if told is not None else None
-                sizes = [name.stripe.length for _, name, _ in where.chunks]
-                self._replicas.evict_superseded(identity, safe, sizes, decode_ranks(fields.get("needed_ranks")))
-                chunks = self._replicas.parity_store
-                # `identity` may be replicated by its present chunks (`safe` is None: unknown). Then they stay for now.
-                drop = chunks.plan_replacement if safe in (None, identity) else chunks.evict_other_chunks
-                drop(identity, [name for _, name, _ in where.chunks])
-                self._replicas.record_transfer(identity, PARITY_SOURCE, False)  # until it succeeds
-                self._make_chunks(identity, world, where, snapshots, then)
+                self._keep_replicas(identity, where, snapshots, fields, then)
             case "publish-parity":
                 then([*self._offer_chunks(identity, str(fields["reader"]), bool(fields.get("urgent")))], "")
             case "rebuild":
@@ -173,12 +169,46 @@ class ParityService:
 
     # -- keeping
 
+    def _keep_replicas(
+        self,
+        identity: Identity,
+        where: Where,
+        snapshots: Mapping[int, DescribedSnapshot],
+        fields: Mapping[str, Any],
+        then: Then,
+    ) -> None:
+        """Keeps copies of the described snapshots, fetched from `source`, or chunks that are made of them (`source` is
+        None). They evict older replicas, unless they are a re-replication, which may be older than what is kept."""
+        where.check_sizes(snapshots)
+        store, source = self._replicas, str(fields["source"]) if fields["source"] is not None else None
+        copies = list(snapshots.values()) if source is not None else []
+        chunks = [name for _, name, _ in where.chunks] if source is None else []
+        if not fields["rereplication"]:
+            told, needed = fields["replicated"], fields["needed_ranks"]
+            safe = Identity.parse(str(told)) if told is not None else None
+            sizes = [*(each.arena_bytes for each in copies), *(name.stripe.length for name in chunks)]
+            store.evict_superseded(
+                identity, safe, sizes, [int(rank) for rank in needed] if needed is not None else None
+            )
+            if source is None:
+                # `identity` may be replicated by its present chunks (`safe` is None: unknown). Then they stay for now.
+                drop = store.plan_replacement if safe in (None, identity) else store.evict_other_chunks
+                drop(identity, chunks)
+        if source is None:
+            store.record_transfer(identity, PARITY_SOURCE, False)  # until it succeeds
+            self._make_chunks(identity, int(fields["world"]), where, snapshots, then)
+            return
+        addresses, network = self._addresses(source, where), self._network()
+        assert network is not None  # `_addresses` has checked that
+        ended = lambda error: then([], error)  # noqa: E731
+        store.fetch_replicas(network.transport, identity, source, addresses, copies, ended)
+
     def _make_chunks(
         self, identity: Identity, world: int, where: Where, snapshots: Mapping[int, DescribedSnapshot], then: Then
     ) -> None:
-        chunks = self._replicas.parity_store
-        new = [name for name in dict.fromkeys(name for _, name, _ in where.chunks) if name not in chunks.chunks_by_name]
-        if any(chunks.is_incoming(name) for name in new):
+        store = self._replicas
+        new = [name for name in dict.fromkeys(name for _, name, _ in where.chunks) if name not in store.chunks_by_name]
+        if any(store.is_incoming(name) for name in new):
             raise AgentError("it is on its way already")
         lengths = [name.stripe.length for name in new]
         self._replicas.evict_to_fit(lengths)
@@ -196,8 +226,8 @@ class ParityService:
         try:
             for name in new:
                 arenas[name] = self._replicas.begin_chunk(name)
-        except OSError as exc:
-            chunks.end_chunks(arenas, [])
+        except (OSError, AgentError) as exc:
+            store.end_chunks(arenas, [])
             raise AgentError(f"no memory for {sum(lengths) >> 20} MiB of parity") from exc
         folding = self._create_worker()
 
@@ -209,7 +239,7 @@ class ParityService:
 
         def made(done: Future[list[ParityChunk]]) -> None:
             error = failure(done)
-            error = chunks.end_chunks(arenas, [] if error else done.result()) or error
+            error = store.end_chunks(arenas, [] if error else done.result()) or error
             self._replicas.record_transfer(identity, PARITY_SOURCE, not error)
             then([], error)
 
@@ -218,7 +248,7 @@ class ParityService:
     # -- lending
 
     def _offer_chunks(self, identity: Identity, reader: str, urgent: bool) -> tuple[bytes, bytes]:
-        lent, network = self._replicas.parity_store.chunks_of(identity), self._network()
+        lent, network = self._replicas.chunks_of(identity), self._network()
         if network is not None:
             for chunk in lent:
                 name = chunk.name.transfer_name
@@ -308,7 +338,7 @@ class ParityService:
     def _parity_origins(self, where: Where) -> dict[Striped, dict[Row, FrameOrigin]]:
         found: dict[Striped, dict[Row, FrameOrigin]] = {}
         for node, name, frames in where.chunks:
-            kept = self._replicas.parity_store.chunks_by_name.get(name)
+            kept = self._replicas.chunks_by_name.get(name)
             if kept is not None:
                 origin = FrameOrigin(name.transfer_name, kept.frames, local_data=kept.data)
             elif frames is not None:
@@ -324,11 +354,6 @@ class ParityService:
         if network is None or node not in where.addresses_by_node:
             raise AgentError(f"nothing says where agent {node} is")
         return tuple(network.addresses(NodeAt(node, where.addresses_by_node[node], ())))
-
-
-def decode_ranks(needed: Any) -> list[int] | None:
-    """Decodes `needed_ranks`: the ranks whose copies have to stay; None: unknown. Errors: ValueError, TypeError."""
-    return [int(rank) for rank in needed] if needed is not None else None
 
 
 def _decode_by_rank(blob: bytes) -> dict[int, DescribedSnapshot]:
