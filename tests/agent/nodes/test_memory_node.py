@@ -448,7 +448,7 @@ def test_where_nobody_has_memory_for_one_nodes_part_no_step_is_called_safe_in_ot
     assert "replication.done" not in [event["name"] for event in rank.events]
     placed = [event for event in rank.events if event["name"] == "replication.placed"]
     assert placed[-1]["loud"]
-    assert f"no node has memory for the state of {cluster.status(0)['name']}: if" in placed[-1]["message"]
+    assert f"no node has memory for the state of {cluster.status(2)['name']}: if" in placed[-1]["message"]
     assert cluster.status(2)["account"]["safe"].get("peer") is None
 
 

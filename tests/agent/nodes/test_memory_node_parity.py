@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 
-from tests.agent.nodes.cluster import BOUND_S, Cluster
-from tests.agent.nodes.test_parity import await_commit
+from tests.agent.nodes.cluster import Cluster
 
 PAIR = {"data": 1, "parity": 1}
 
@@ -43,30 +39,33 @@ def test_one_that_lends_twice_the_parity_of_a_checkpoint_keeps_that_of_each_and_
     assert set(cluster.fetched()) == {"local"}  # it was made again here
 
 
-def test_a_coordinators_agent_that_is_started_again_shows_what_is_safe_and_the_next_is(cluster: Cluster) -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_a_memory_only_node_keeps_outlives_the_coordinators_agent_until_the_next_is_safe(
+    is_lost: bool, cluster: Cluster
+) -> None:
+    cluster.forbid_commits()
     cluster.options = {**cluster.options, "peers": PAIR}
     cluster.peers = cluster.lend("1GiB")["listen"]
     cluster.start(0)
-    step = cluster.checkpoint("peer", "store")
+    step = cluster.checkpoint("peer")
     cluster.kill_agent(0)
     assert cluster.job[0].lost.wait(60)
     cluster.come_back()
-    deadline = time.monotonic() + BOUND_S
-    while (safe := cluster.status(0)["account"]["safe"]).keys() != {"local", "peer", "store"}:  # no snapshot is taken
-        assert time.monotonic() < deadline, safe
-        threading.Event().wait(0.02)
-    assert {found["step"] for found in safe.values()} == {step}
-    cluster.job[0].enter(step + 1)
-    cluster.job[0].wait_warm()
-    assert cluster.checkpoint("peer") > step
+    if is_lost:  # before the next snapshot
+        cluster.kill(0)
+        assert cluster.start(1).fields["candidate"]["step"] == step
+    else:
+        cluster.job[0].enter(step + 1)
+        cluster.job[0].wait_warm()
+        assert cluster.checkpoint("peer") > step
 
 
-def test_a_commit_of_what_is_kept_with_a_memory_only_node_alone_is_made_by_the_nodes_that_are_left(
+def test_a_node_whose_state_is_kept_with_a_memory_only_node_alone_is_lost_and_a_start_has_it_again(
     cluster: Cluster,
 ) -> None:
-    """It makes nothing itself: the coordinator, of another group, does."""
-    cluster.forbid_commits()
+    """Its part is parity, of which a commit makes nothing: the nodes that are left commit no such step."""
     cluster.options = {**cluster.options, "peers": PAIR}
+    cluster.forbid_commits()
     cluster.peers = cluster.lend("1GiB", "--domain", "x")["listen"]
     cluster.connect(0, 1, 2)
     for node, domain in zip(cluster.job[0].nodes, "xyy", strict=True):
@@ -76,7 +75,8 @@ def test_a_commit_of_what_is_kept_with_a_memory_only_node_alone_is_made_by_the_n
     rows = cluster.status(0)["job"]["peers"]["nodes"]
     memory_node = next(row["node"] for row in rows if not row["own_bytes"])
     lost = next(row["node"] for row in rows if row["kept_by"] == [memory_node])
-    cluster.allow_commits()
-    cluster.kill(next(cluster.at[node["ranks"][0]] for node in cluster.job[0].nodes if node["name"] == lost))
+    gone = next(cluster.at[node["ranks"][0]] for node in cluster.job[0].nodes if node["name"] == lost)
+    cluster.kill(gone)
     cluster.hang_up()
-    await_commit(cluster, step)
+    left = [node for node in range(3) if node != gone]
+    assert cluster.start(*left, 3, launch="another").fields["candidate"]["step"] == step
