@@ -136,8 +136,10 @@ def test_an_alarm_of_a_proven_source_brings_one_checkpoint_more_into_the_store(
     wait_gone(first.connection.agent_pid)  # the next one listens to signals
     teach(url, {"model": good()})
     request.getfixturevalue("foreseen")
-    second = begin({**OPTIONS, "policy": {"steps": 100_000, "seconds": None}})
-    step = checkpoint([second], "store")  # nothing else is due
+    second = begin({**OPTIONS, "policy": {"steps": 10**9, "seconds": None}})
+    step = second.await_word()  # nothing else is due
+    train([second], step)
+    assert second.taken == [step]
     (told,) = predictions(second)
     assert told["source"] == "model"
     assert told["proven"] is True

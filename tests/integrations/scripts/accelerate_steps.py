@@ -88,7 +88,7 @@ def main(options):
     if "late" in words:
         accelerator.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 5))
     with ck:
-        print("restored", ck.restored.step, flush=True)
+        print(f"restored {ck.restored.step}\n", end="", flush=True)  # in one write: two ranks print
         if ck.restored.step and "saves" in words:
             accelerator.load_state(folder / "nothing")
         if "epoch" in words:
