@@ -22,9 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
-from obstore.store import S3Store
 
-from tests.servers import KEY_ID, REGION, SECRET, Server, free_port
+from tests.servers import KEY_ID, SECRET, Server, free_port
 
 START_S = 90.0
 # The OSD in memory counts a little more as freed than it had counted as used. Below zero it would call itself full, and
@@ -139,21 +138,10 @@ def _start(at: Path, bytes_max: int, started: list[subprocess.Popen[bytes]]) -> 
             server = Server("ceph", f"http://127.0.0.1:{rgw}", "bucket")
             server.make_bucket(server.bucket)
             server.make_bucket("ballast")
-            obstore.put(_ballast_store(server), "ballast", bytes(BALLAST_BYTES))
+            obstore.put(server.objects("ballast"), "ballast", bytes(BALLAST_BYTES))
             return server
         time.sleep(0.2)
     raise RuntimeError(f"Ceph did not start within {START_S:g} s")
-
-
-def _ballast_store(server: Server) -> S3Store:
-    return S3Store(
-        "ballast",
-        endpoint=server.endpoint,
-        access_key_id=KEY_ID,
-        secret_access_key=SECRET,
-        region=REGION,
-        client_options={"allow_http": True},
-    )
 
 
 def _environment(config: Path) -> dict[str, str]:

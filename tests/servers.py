@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from obstore.store import S3Store
+
 KEY_ID, SECRET, REGION = "testing-key-id", "testing-secret", "us-east-1"
 START_S = 90.0
 
@@ -41,6 +43,11 @@ class Server:
             "AWS_REGION": REGION,
             "AWS_EC2_METADATA_DISABLED": "true",
         }
+
+    def objects(self, bucket: str) -> S3Store:
+        """One of its buckets, past every proxy."""
+        at = {"endpoint": self.endpoint, "access_key_id": KEY_ID, "secret_access_key": SECRET, "region": REGION}
+        return S3Store(bucket, config=at, client_options={"allow_http": True})
 
     def make_bucket(self, name: str) -> None:
         _signed(self, "PUT", f"/{name}")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import obstore
-from obstore.store import S3Store
 
 import ckpt
 from ckpt.events import Event
@@ -19,7 +18,6 @@ from ckpt.ipc import client
 from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from ckpt.threads import Tasks
-from tests import servers
 from tests.checkpointer.loops import Job, make, wait_agent_gone
 from tests.servers import Server
 
@@ -109,15 +107,6 @@ def kill_agent(url: str | os.PathLike[str]) -> None:
 
 def empty(server: Server) -> None:
     """Deletes all objects of its bucket, past every proxy."""
-    bucket = S3Store(
-        server.bucket,
-        config={
-            "endpoint": server.endpoint,
-            "access_key_id": servers.KEY_ID,
-            "secret_access_key": servers.SECRET,
-            "region": servers.REGION,
-        },
-        client_options={"allow_http": True},
-    )
+    bucket = server.objects(server.bucket)
     for chunk in obstore.list(bucket):
         obstore.delete(bucket, [meta["path"] for meta in chunk])

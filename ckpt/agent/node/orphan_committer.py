@@ -10,6 +10,7 @@ memory-only node does the same with what it holds, and surveys nobody: it may la
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -190,7 +191,7 @@ class OrphanCommitter(PeerHandlers):
         others = [node for node in nodes[1:] if node.name != network.agent_name]
         # The former coordinator's agent may be connected: it may have followed a newer start that was led from here.
         others += [node for node in nodes[:1] if network.channel(node.name) is not None]
-        guard: Callable[[Callable[[], None]], None] = lambda what: self._guard_commit_attempt(attempt, what)  # noqa: E731
+        guard = functools.partial(self._guard_commit_attempt, attempt)
         survey_nodes(network, others, surveyed, {"for_orphans": True}, guard, self._server.call_later)
 
     def _choose_orphan(self, attempt: _Attempt) -> None:

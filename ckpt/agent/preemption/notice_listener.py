@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ckpt.preemption.azure import AzureListener
     from ckpt.preemption.notice import FirstDeadlines, Listener, Notice, NoticeChange
 
-Post = Callable[[Callable[[], None]], None]
-
 ACKNOWLEDGE_TRIES = 3
 ACKNOWLEDGE_RETRY_S = 1.0
 PASSED_MAX = 100  # notices whose deadlines are remembered
