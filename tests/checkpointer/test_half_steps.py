@@ -500,6 +500,7 @@ def test_what_is_counted_behind_a_boundary_that_was_saved_is_in_the_last_checkpo
         while ck._parts.saver.newest_taken is None or ck._parts.saver.newest_taken != ck._parts.steps.version:
             run.optim.step()
             ck.step()
+        ck.wait()  # otherwise the checkpoint of the end may overtake it
         run.ck.state["epoch"] += counts
     with ckpt.open(tmp_path) as reader:
         labels = [each.label for each in reader.checkpoints]
