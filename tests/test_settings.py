@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import ckpt
 from ckpt.errors import UsageError
 from ckpt.settings import read_settings, store_environment
+from tests.servers import free_port
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "inf", "-inf", "soon", "", "1e999"])
@@ -57,6 +57,16 @@ def test_paths_are_absolute_since_the_agent_works_in_another_folder(
     assert found.agent_log == tmp_path.parent / "log"
     found = read_settings({"CKPT_SIGNALS_LOG": "signals.jsonl", "CKPT_PREDICTOR": "model"})
     assert (found.signals_log, found.predictor) == (tmp_path / "signals.jsonl", tmp_path / "model")
+    assert read_settings({"CKPT_EVENTS": "events.jsonl"}).events == tmp_path / "events.jsonl"
+    assert read_settings({"CKPT_EVENTS": ""}).events is None
+    given = {
+        "AWS_CA_BUNDLE": "ca.pem",
+        "AWS_CONFIG_FILE": "~/aws",
+        "AWS_REGION": "r",
+        "AWS_SHARED_CREDENTIALS_FILE": "",
+    }
+    made = {"AWS_CA_BUNDLE": str(tmp_path / "ca.pem"), "AWS_CONFIG_FILE": str(Path.home() / "aws")}
+    assert store_environment(given) == given | made
 
 
 def test_what_is_listened_to_is_one_of_three_and_refused_by_its_name() -> None:
@@ -96,12 +106,6 @@ def test_metrics_are_shown_on_this_host_unless_an_address_says_otherwise(text: s
 def test_an_address_for_metrics_that_is_none_is_refused_by_its_name(text: str) -> None:
     with pytest.raises(UsageError, match="CKPT_METRICS"):
         read_settings({"CKPT_METRICS": text})
-
-
-def test_the_file_for_events_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert read_settings({"CKPT_EVENTS": "events.jsonl"}).events == tmp_path / "events.jsonl"
-    assert read_settings({"CKPT_EVENTS": ""}).events is None
 
 
 def test_without_a_launcher_a_start_is_named_by_its_process_and_not_by_a_number_that_every_container_has() -> None:
@@ -150,34 +154,14 @@ def test_restarts_by_one_torchrun_without_a_run_id_are_one_launch_and_another_to
     )
     said = []
     for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "torch.distributed.run", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        command += ["--max-restarts=1", str(script)]
+        at = ("--master-addr=127.0.0.1", f"--master-port={free_port()}")
+        command = [sys.executable, "-m", "torch.distributed.run", *at, "--max-restarts=1", str(script)]
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         said.append([line.split() for line in done.stdout.splitlines() if line.startswith("none ")])
     assert [len(lines) for lines in said] == [2, 2]
     assert [len({launch for _, launch in lines}) for lines in said] == [1, 1]
     assert said[0] != said[1]
-
-
-def test_files_that_lead_to_the_store_are_absolute_since_the_agent_works_in_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    given = {
-        "AWS_CA_BUNDLE": "ca.pem",
-        "AWS_CONFIG_FILE": "~/aws",
-        "AWS_REGION": "r",
-        "AWS_SHARED_CREDENTIALS_FILE": "",
-    }
-    assert store_environment(given) == {
-        "AWS_CA_BUNDLE": str(tmp_path / "ca.pem"),
-        "AWS_CONFIG_FILE": str(Path.home() / "aws"),
-        "AWS_REGION": "r",
-        "AWS_SHARED_CREDENTIALS_FILE": "",
-    }
 
 
 @pytest.mark.parametrize("name", ["AWS_SECRET_ACCESS_KEY", "CKPT_NOTICE_FILE", "GCE_METADATA_HOST"])

@@ -214,26 +214,6 @@ else:
     assert said_by(code) == ["done 0", "ended 0"]
 
 
-def test_what_begins_once_the_interpreter_ends_is_waited_for_or_refused_also_where_nothing_was_done_before() -> None:
-    code = """
-import atexit, time
-def last():
-    try:
-        tasks.submit(work)
-    except CkptError as exc:
-        print("refused:", exc)
-def work():
-    print("begun", flush=True)
-    time.sleep(0.5)
-    print("done", flush=True)
-atexit.register(last)  # what was imported before us
-from ckpt.errors import CkptError
-from ckpt.threads import Tasks
-tasks = Tasks("some", pool_size=1)
-"""
-    assert said_by(code) == ["refused: some is closed, or has no pool"]
-
-
 def test_a_forked_child_closes_what_a_thread_of_its_parent_was_looking_at() -> None:
     code = """
 import os, signal, threading
@@ -346,19 +326,14 @@ def interrupting_its_close() -> tuple[Tasks, list[str]]:
     return tasks, ran
 
 
-def test_a_close_that_ctrl_c_ended_waits_for_what_is_at_work_when_it_is_called_again() -> None:
-    """Python's own join takes the thread for dead then."""
+@pytest.mark.parametrize("block", [False, True])
+def test_a_close_that_ctrl_c_ended_is_over_when_nothing_is_at_work_any_more(block: bool) -> None:
+    """Python's own join takes the thread for dead then. A close is called again, a block waits itself."""
     tasks, ran = interrupting_its_close()
     with pytest.raises(KeyboardInterrupt):
+        tasks.__exit__(None, None, None) if block else tasks.close()
+    if not block:
         tasks.close()
-    tasks.close()
-    assert ran == ["to its end"]
-
-
-def test_a_block_that_ctrl_c_ended_at_its_end_is_left_when_nothing_is_at_work_any_more() -> None:
-    tasks, ran = interrupting_its_close()
-    with pytest.raises(KeyboardInterrupt), tasks:
-        pass
     assert ran == ["to its end"]
 
 

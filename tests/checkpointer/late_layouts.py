@@ -17,17 +17,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.store.reader import open_record
 from ckpt.store.run import Run
 from ckpt.trainer.loop import entry
 from ckpt.types import SMALL_BYTES
+from tests.checkpointer.layouts import distributed, whole
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.scripts import say_line
 from tests.cli.stores import opened
@@ -55,30 +51,12 @@ class Net(nn.Module):
         return self.last(inner)
 
 
-def layout(kind: str, model: nn.Module, world: int) -> nn.Module:
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    if kind == "tp":
-        plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
-        return parallelize_module(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), plan)
-    shape, names = ((world,), ("dp",)) if kind == "fsdp" else ((2, world // 2), ("replicate", "shard"))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for part in (model.first, model.last):
-        fully_shard(part, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def held(plain: nn.Module, optim: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """All of it whole, by the names that it is saved under; a collective where it is sharded."""
     for name, p in plain.named_parameters():
         yield f"model.{name}", whole(p)
         for key, value in optim.state[p].items():
             yield f"optim.state.{name}.{key}", whole(value)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def hashed(data: object) -> str:
@@ -106,7 +84,7 @@ def train(url: Path, kind: str, rank: int, world: int) -> dict[str, object]:
     copier = TearingCopier()
     entry.make_copier = lambda: copier
     plain = Net(copier)
-    model = layout(kind, plain, world)
+    model = distributed(kind, plain, world, parts=("first", "last"))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     expected: dict[int, dict[str, str]] = {}
     handles: list[ckpt.Handle] = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,22 @@ class Net(nn.Module):
         return self.last(torch.relu(self.first(x))) + self.frozen.sum()
 
 
+def distributed(kind: str, plain: nn.Module, world: int, parts: Iterable[str] = ()) -> nn.Module:
+    """The model in that layout, where so many ranks have it. `parts`: modules that FSDP2 gathers one by one."""
+    if world == 1 or (kind == "hsdp" and (world < 4 or world % 2)):
+        return plain
+    if kind == "ddp":
+        return DistributedDataParallel(plain)
+    if kind == "tp":
+        plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+        return parallelize_module(plain, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), plan)
+    shape, names = ((world,), None) if kind == "fsdp" else ((2, world // 2), ("replicate", "shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for part in (*(getattr(plain, name) for name in parts), plain):
+        fully_shard(part, mesh=mesh)
+    return plain
+
+
 class Job:
     """One layout of the model. `plain` is the module without a wrapper; `state` what is registered."""
 
@@ -57,18 +73,9 @@ class Job:
         self.kind, self.rank, self.world = kind, rank, world
         self.plain: nn.Module = Net()
         model: nn.Module = self.plain
-        if kind == "ddp" and world > 1:
-            model = DistributedDataParallel(self.plain)
-        elif kind == "fsdp" and world > 1:
-            model = fully_shard(self.plain, mesh=init_device_mesh("cpu", (world,)))
-        elif kind == "hsdp" and world >= 4 and world % 2 == 0:
-            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-            model = fully_shard(self.plain, mesh=mesh)
-        elif kind == "tp" and world > 1:
-            mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-            plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
-            model = parallelize_module(self.plain, mesh, plan)
-        elif kind == "stages":
+        if kind in SHARDED:
+            model = distributed(kind, self.plain, world)
+        if kind == "stages":
             every = [nn.Linear(6, 6) for _ in range(8)]
             self.plain = model = nn.ModuleDict({str(i): every[i] for i in range(8) if i % world == rank})
         self.model = model

@@ -150,56 +150,12 @@ class Clones(Job):
         return [*super().seen(state), self.average.mean, self.average.dice.get_state()]
 
 
-class Saying(nn.Linear):
-    """A module whose extra state is a tensor, made anew, and whose weights its hook gives in halves."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDE, WIDE)
-        self.count = 0
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"count": torch.full((3,), self.count)}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.count = int(state["count"][0])
-
-
-class Extra(Job):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said = Saying()
-        self.model = self.said
-        self.optim = torch.optim.Adam(self.model.parameters(), lr=1e-2)
-
-    def train(self, state: dict[str, Any]) -> None:
-        super().train(state)
-        self.said.count += 1
-
-    def seen(self, state: dict[str, Any]) -> list[Any]:
-        return [*super().seen(state), torch.tensor(self.said.count)]
-
-
-class Hooked(Job):
-    """A module whose state_dict gives copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.register_state_dict_post_hook(_copies)
-
-
-def _copies(module: nn.Module, state: dict[str, Any], *_: object) -> None:
-    for name in list(state):
-        state[name] = state[name].clone()
-
-
 KINDS: dict[str, Callable[[], Job]] = {
     "rate": Rate,
     "quasi": Quasi,
     "buffer": Buffer,
     "value": Value,
     "clones": Clones,
-    "extra": Extra,
-    "hooked": Hooked,
 }
 
 

@@ -18,6 +18,7 @@ from ckpt.ipc import client
 from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from ckpt.threads import Tasks
+from ckpt.types import Identity
 from tests.checkpointer.loops import Job, make, wait_agent_gone
 from tests.servers import Server
 
@@ -40,6 +41,11 @@ class Seen:
     def named(self, name: str) -> list[Event]:
         with self._changed:
             return [event for event in self.events if event.name == name]
+
+    @property
+    def committed(self) -> list[int]:
+        """The steps that were committed, in that order; once for each version."""
+        return [Identity.parse(each.data["identity"]).version.step for each in self.named("commit.done")]
 
     def wait_for(self, name: str, count: int, timeout_s: float = 60.0) -> None:
         """Until there were so many of them."""
@@ -72,14 +78,34 @@ class Ended:
         return self.ck.restored.step
 
 
-def run(url: str | os.PathLike[str], steps: int, job: Job | None = None, **options: Any) -> Ended:
-    """Trains up to `steps`, from a job of another seed unless it is given one: what it gets right is restored."""
+def run(
+    url: str | os.PathLike[str],
+    steps: int,
+    job: Job | None = None,
+    at: Callable[[ckpt.Checkpointer, int], None] = lambda ck, step: None,
+    more: dict[str, Any] | None = None,
+    **options: Any,
+) -> Ended:
+    """Trains up to `steps`, from a job of another seed unless it is given one: what it gets right is restored. `at`: is
+    called in each step behind its update. `more`: of the state."""
     job, losses, seen = job or make(seed=9), [], Seen()
-    with ckpt.Checkpointer(url, job.state, sinks=(seen,), **options) as ck:
+    with ckpt.Checkpointer(url, job.state | (more or {}), sinks=(seen,), **options) as ck:
         for step in ck.steps(steps):
             losses.append(job.train(step))
+            at(ck, step)
     wait_agent_gone(url)
     return Ended(losses, ck, seen)
+
+
+def saving(*steps: int) -> Callable[[ckpt.Checkpointer, int], None]:
+    """For `run`: each of these steps is committed before the next one begins."""
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        if step in steps:
+            ck.step()
+            ck.save().wait("store", timeout_s=60)
+
+    return at
 
 
 def agent_status(url: str | os.PathLike[str]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.checkpointer.loops import losses
-from tests.checkpointer.runs import run
 from tests.checkpointer.scripts import losses_of, train
 
 
@@ -27,11 +26,3 @@ def test_intervals_are_learnt_and_a_killed_trainer_is_a_failure_that_is_remember
     assert "(1 failure seen)" in told[0]
     both = losses_of(first.lines()) | losses_of(lines)
     assert [both[step] for step in range(1, reached + 201)] == losses(reached + 200)
-
-
-def test_a_short_run_saves_its_end_by_default(tmp_path: Path) -> None:
-    ended = run(tmp_path / "run", 5)
-    assert ended.ck.receipt["committed_step"] == 5
-    again = run(tmp_path / "run", 10)
-    assert again.from_step == 5
-    assert not again.seen.named("policy.refused")

@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ckpt.store.run import Run
-from tests.checkpointer import raising
 from tests.checkpointer.loops import losses
 from tests.checkpointer.proxy import HELD, Proxy
-from tests.checkpointer.runs import URL
-from tests.checkpointer.scripts import losses_of, torchrun, train
+from tests.checkpointer.runs import URL, agent_status
+from tests.checkpointer.scripts import Line, Script, losses_of, torchrun, train
 from tests.cli.stores import opened
 
 LINGER = {"CKPT_LINGER_S": "60"}
 STEPS = 400
 
 
-def test_a_killed_trainer_is_restored_from_this_hosts_memory(tmp_path: Path) -> None:
-    first = train(tmp_path / "1.log", tmp_path / "run", 100_000, **LINGER)
+def test_a_killed_trainer_is_restored_from_this_hosts_memory_and_with_its_agent_from_the_store(tmp_path: Path) -> None:
+    """The first two are killed: the first alone, the second with the agent."""
+
+    def start(number: int, steps: int, **env: str) -> tuple[Script, Line]:
+        seed = ("--seed", str(min(number, 1)))
+        script = train(tmp_path / f"{number}.log", tmp_path / "run", steps, *seed, **env)
+        return script, script.wait_for(lambda line: "restored" in line)
+
+    first, _ = start(0, 100_000, **LINGER)
     first.wait_for(lambda line: line.get("event") == "commit.done")
     first.kill()
-    reached = max(losses_of(first.lines())) + 20
-    second = train(tmp_path / "2.log", tmp_path / "run", reached, "--seed", "1", **LINGER)
-    lines = second.end()
-    came = next(line for line in lines if "restored" in line)
+    second, came = start(1, 100_000, **LINGER)
     assert came["level"] == "local"
-    assert 5 <= came["restored"] < reached
-    both = losses_of(first.lines()) | losses_of(lines)
-    assert [both[step] for step in range(1, reached + 1)] == losses(reached)
-
-
-def test_a_killed_trainer_and_agent_are_restored_from_the_store(tmp_path: Path) -> None:
-    first = train(tmp_path / "1.log", tmp_path / "run", 100_000, **LINGER)
-    first.wait_for(lambda line: line.get("event") == "commit.done")
-    _kill_agent()
-    first.kill()
-    _kill_agent()
-    reached = max(losses_of(first.lines())) + 20
-    second = train(tmp_path / "2.log", tmp_path / "run", reached, "--seed", "1", CKPT_HEARTBEAT_S="0.5")
-    lines = second.end()
-    came = next(line for line in lines if "restored" in line)
-    assert came["level"] == "store"
-    both = losses_of(first.lines()) | losses_of(lines)
-    assert [both[step] for step in range(1, reached + 1)] == losses(reached)
+    assert 5 <= came["restored"] <= max(losses_of(first.lines()))
+    second.wait_for(lambda line: line.get("event") == "commit.done")
+    agent = psutil.Process(agent_status(tmp_path / "run")["pid"])
+    for each in (psutil.Process(second.process.pid), agent):
+        each.suspend()  # neither sees the other one die
+    second.kill()
+    agent.kill()
+    agent.wait(60)
+    both = losses_of(first.lines()) | losses_of(second.lines())
+    reached = max(both) + 20
+    third, came = start(2, reached, CKPT_HEARTBEAT_S="0.5")
+    assert (came["level"], came["restored"] >= 5) == ("store", True)
+    every = both | losses_of(third.end())
+    assert [every[step] for step in range(1, reached + 1)] == losses(reached)
 
 
 @pytest.mark.torchrun
@@ -80,10 +79,13 @@ def test_a_torchrun_killed_alone_leaves_no_second_writer(tmp_path: Path) -> None
 def test_a_rank_that_raises_is_started_again_without_waiting_for_a_save(tmp_path: Path, store: Proxy) -> None:
     """Where torchrun will start the job again, leaving is quick: what is in memory comes back, and the agent goes on
     with what is on its way."""
+    saved, steps = 6, 15
     # Else the workers that torchrun starts again find the addresses of the former ones in its store (torch 2.13).
     env = {**LINGER, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     store.fail(HELD, "PUT", "*.pack")
-    script = torchrun(tmp_path / "log", 2, "tests.checkpointer.raising", URL, restarts=1, **env)
+    words = ("--every", "1000000", "--save-at", str(saved), "--raise-at", "9")
+    args = ("tests.checkpointer.train_script", URL, str(steps), *words)
+    script = torchrun(tmp_path / "log", 2, *args, restarts=1, **env)
     script.wait_for(lambda line: "raised" in line)
     store.wait_met("*.pack")  # it is on its way, and comes no further
     store.heal()
@@ -91,27 +93,13 @@ def test_a_rank_that_raises_is_started_again_without_waiting_for_a_save(tmp_path
     assert "restore.skipped" not in str(lines)
     for rank in (0, 1):
         came = [(line["restored"], line["level"]) for line in lines if "restored" in line and line["rank"] == rank]
-        assert came == [(0, "none"), (raising.SAVED, "local")]
+        assert came == [(0, "none"), (saved, "local")]
     (raised,) = [at for at, line in enumerate(lines) if "raised" in line]
     assert "exit.waiting" not in {line.get("event") for line in lines[:raised]}
     for rank in (0, 1):
         found = losses_of(lines, rank)
-        assert [found[step] for step in range(1, raising.STEPS + 1)] == losses(raising.STEPS)
+        assert [found[step] for step in range(1, steps + 1)] == losses(steps)
         said = [line["step"] for line in lines if "loss" in line and line["rank"] == rank]
-        assert said[-1] == raising.STEPS
-        assert said.count(raising.SAVED) == 1
-        assert said.count(raising.SAVED + 1) == 2
-    _kill_agent()
-
-
-def _kill_agent() -> None:
-    import psutil
-
-    folder = os.environ["CKPT_RUNTIME_DIR"]
-    for process in psutil.process_iter():
-        try:
-            if "ckpt.agent.node.main" in process.cmdline() and process.environ().get("CKPT_RUNTIME_DIR") == folder:
-                process.kill()
-                process.wait(60)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
+        assert said[-1] == steps
+        assert said.count(saved) == 1
+        assert said.count(saved + 1) == 2

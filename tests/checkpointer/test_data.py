@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import queue
+import contextlib
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path
@@ -15,7 +15,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import ckpt
-from ckpt.threads import Tasks
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.runs import Seen
 
@@ -33,6 +32,10 @@ def loader(batches: int = PER_EPOCH, **options: Any) -> StatefulDataLoader:
     return StatefulDataLoader(data, batch_size=BATCH, generator=torch.Generator().manual_seed(3), **options)
 
 
+class Killed(Exception):
+    """Raised by a loop behind a save."""
+
+
 def start(path: Path, state: dict[str, Any], loop: Loop, steps: int) -> tuple[list[int], Seen]:
     """Of a training job: by the first sample of each, the batches that were trained on; and what was said."""
     model = torch.nn.Linear(1, 1)
@@ -46,7 +49,8 @@ def start(path: Path, state: dict[str, Any], loop: Loop, steps: int) -> tuple[li
         optim.step()
         optim.zero_grad()
 
-    with ckpt.Checkpointer(path, {"model": model, "optim": optim, **state}, sinks=(seen,)) as ck:
+    state = {"model": model, "optim": optim, **state}
+    with contextlib.suppress(Killed), ckpt.Checkpointer(path, state, sinks=(seen,)) as ck:
         loop(ck, train, steps)
     wait_agent_gone(path)
     return trained, seen
@@ -80,13 +84,13 @@ def accumulating(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) 
         train(last)
 
 
-def accumulating_up_to_a_size(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
-    """As by the number of tokens: now three batches, now two."""
+def packing(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
+    """As many batches as fill a sequence."""
     drawn = endless(batches)
     for step in ck.steps(steps):
-        for micro in islice(drawn, (3, 2, 2, 3, 2)[step % 5]):
-            last = micro
-        train(last)
+        for _ in range(1 + (step in (2, 3, 9))):
+            batch = next(drawn)
+        train(batch)
 
 
 def by_epochs(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
@@ -134,11 +138,6 @@ def with_evaluation(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: in
             ck.save()
 
 
-def a_look_at_the_data_first(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
-    next(iter(batches))  # for its shape
-    plain(batches, ck, train, steps)
-
-
 def one_batch_for_many_steps(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
     drawn = endless(batches)
     batch = None
@@ -151,18 +150,16 @@ def one_batch_for_many_steps(batches: Any, ck: ckpt.Checkpointer, train: Train, 
 LOOPS = (
     plain,
     accumulating,
-    accumulating_up_to_a_size,
+    packing,
     by_epochs,
     a_part_of_each_epoch,
-    a_look_at_the_data_first,
     one_step_an_epoch,
     with_evaluation,
     one_batch_for_many_steps,
 )
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "workers"), [*((loop, 0) for loop in LOOPS), (plain, 2), (by_epochs, 2)])
 def test_of_data_that_restarts_rightly_nothing_is_said(loop: Any, workers: int, tmp_path: Path) -> None:
     for steps in (7, 40):  # the second one in the midst of an epoch
         made = loader(num_workers=workers, persistent_workers=workers > 0)
@@ -176,37 +173,25 @@ def test_of_data_that_restarts_rightly_nothing_is_said(loop: Any, workers: int, 
 @pytest.mark.parametrize(
     "options", [{"drop_last": True}, {"sampler": RandomSampler(range(24))}, {"snapshot_every_n_steps": 5}]
 )
-@pytest.mark.parametrize("workers", [0, 1])
-def test_of_other_options_of_a_loader_nothing_is_said(options: dict[str, Any], workers: int, tmp_path: Path) -> None:
+def test_of_other_options_of_a_loader_nothing_is_said(options: dict[str, Any], tmp_path: Path) -> None:
     for steps in (7, 30):
-        made = loader(num_workers=workers, **options)
+        made = loader(num_workers=1, **options)
         _, seen = start(tmp_path, {"loader": made}, lambda *given, made=made: plain(made, *given), steps)
         assert said(seen) == []
         made._iterator = None
 
 
-def test_of_a_batch_that_was_looked_at_before_the_block_nothing_is_said(tmp_path: Path) -> None:
-    made = loader()
-    next(iter(made))  # for its shape
-    trained, seen = start(tmp_path, {"loader": made}, lambda *given: plain(made, *given), 20)
-    assert said(seen) == []
-    assert trained[:3] == [0, 1, 2]
-
-
 class Batches:
     """A loader as the guide has it. `counts`: whether it says where it is."""
 
-    def __init__(self, counts: bool = True, per_epoch: int = 3) -> None:
-        self.epoch = self.position = 0
-        self.counts = counts
-        self.per_epoch = per_epoch
+    def __init__(self, counts: bool = True) -> None:
+        self.position, self.counts = 0, counts
 
     def __iter__(self) -> Iterator[Any]:
-        while self.position < self.per_epoch:
+        while self.position < 3:
             self.position += 1
             yield torch.tensor([BATCH * (self.position - 1)])
         self.position = 0
-        self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position if self.counts else 0}
@@ -215,20 +200,12 @@ class Batches:
         self.position = state["position"]
 
 
-def test_of_a_loader_of_ones_own_nothing_is_said_while_it_moves(tmp_path: Path) -> None:
-    for steps in (7, 24):
-        made = Batches()
-        _, seen = start(tmp_path, {"loader": made}, lambda *given, made=made: plain(made, *given), steps)
-        assert said(seen) == []
-
-
 # ------------------------------------------------------------------------------------------ loops that restart wrongly
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_iterator_from_before_the_block_is_named_at_the_first_step(workers: int, tmp_path: Path) -> None:
+def test_an_iterator_from_before_the_block_is_named_at_the_first_step(tmp_path: Path) -> None:
     for steps in (1, 3):
-        made = loader(num_workers=workers)
+        made = loader(num_workers=1)
         batches = iter(made)
         trained, seen = start(tmp_path, {"loader": made}, lambda *given, it=batches: plain(it, *given), steps)
         assert trained == [0, 1][: len(trained)], "each start begins at the first batch again"
@@ -238,18 +215,15 @@ def test_an_iterator_from_before_the_block_is_named_at_the_first_step(workers: i
         del batches
 
 
-def test_a_loader_that_does_not_move_is_named_after_sixteen_steps(tmp_path: Path) -> None:
-    for steps, names in ((15, []), (40, ["loader.not_moving"])):
-        made = Batches(counts=False)
-        _, seen = start(tmp_path / str(steps), {"loader": made}, lambda *given, made=made: plain(made, *given), steps)
-        assert said(seen) == names
-    assert seen.named("loader.not_moving")[0].data == {"loaders": ["loader"]}
-
-
-def test_a_loader_that_the_loop_does_not_draw_from_is_named(tmp_path: Path) -> None:
-    other = loader()
-    _, seen = start(tmp_path, {"loader": loader()}, lambda *given: plain(other, *given), 20)
-    assert said(seen) == ["loader.not_moving"]
+@pytest.mark.parametrize("kind", ["own", "own, that does not count", "another is drawn from"])
+def test_a_loader_that_does_not_move_is_named_after_sixteen_steps(kind: str, tmp_path: Path) -> None:
+    for steps in (15, 40):
+        made = loader() if kind == "another is drawn from" else Batches(counts=kind == "own")
+        drawn = loader() if kind == "another is drawn from" else made
+        state: dict[str, Any] = {"loader": made}
+        _, seen = start(tmp_path / str(steps), state, lambda *given, it=drawn: plain(it, *given), steps)
+        assert said(seen) == (["loader.not_moving"] if steps > 16 and kind != "own" else [])
+    assert [event.data for event in seen.named("loader.not_moving")] == [{"loaders": ["loader"]}] * (kind != "own")
 
 
 def the_wrong_way_round(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
@@ -266,28 +240,6 @@ def prefetching(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -
         train(batch)
 
 
-def prefetching_in_a_thread(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
-    drawn: queue.Queue[Any] = queue.Queue()
-    wanted: queue.Queue[None] = queue.Queue()
-
-    def fill() -> None:
-        for batch in endless(batches):
-            drawn.put(batch)
-            wanted.get()
-            if tasks.stopping.is_set():
-                return
-
-    with Tasks("prefetch") as tasks:
-        tasks.start("fill", fill)
-        coming = drawn.get()
-        for _ in ck.steps(steps):
-            wanted.put(None)
-            batch, coming = coming, drawn.get()  # one ahead at each step's end, however the threads take turns
-            train(batch)
-        tasks.stopping.set()
-        wanted.put(None)
-
-
 def in_micro_batches(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
     """Prefetches, and accumulates."""
     drawn = endless(batches)
@@ -298,8 +250,7 @@ def in_micro_batches(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: i
         train(batch)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("loop", [the_wrong_way_round, prefetching, in_micro_batches])
+@pytest.mark.parametrize(("loop", "workers"), [(the_wrong_way_round, 0), (prefetching, 2), (in_micro_batches, 0)])
 def test_batches_that_are_drawn_ahead_are_counted_and_a_restart_skips_them(
     loop: Any, workers: int, tmp_path: Path
 ) -> None:
@@ -314,37 +265,6 @@ def test_batches_that_are_drawn_ahead_are_counted_and_a_restart_skips_them(
         made._iterator = None
     each = 2 if loop is in_micro_batches else 1
     assert [b - a for a, b in pairwise(trained)] == [*[each] * 9, each + 1, *[each] * 9]
-
-
-def test_batches_that_a_thread_draws_ahead_are_counted(tmp_path: Path) -> None:
-    made = loader(100)
-    _, seen = start(tmp_path, {"loader": made}, lambda *given: prefetching_in_a_thread(made, *given), 12)
-    assert said(seen) == ["loader.ahead"]
-
-
-def passing_over_a_batch(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
-    """As one that holds nothing of use."""
-    drawn = endless(batches)
-    for step in ck.steps(steps):
-        if step == 3:
-            next(drawn)
-        train(next(drawn))
-
-
-def packing(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
-    """As many batches as fill a sequence."""
-    drawn = endless(batches)
-    for step in ck.steps(steps):
-        for _ in range(1 + (step in (2, 3, 9))):
-            batch = next(drawn)
-        train(batch)
-
-
-@pytest.mark.parametrize("loop", [passing_over_a_batch, packing])
-def test_steps_that_differ_in_what_they_draw_are_no_fault(loop: Any, tmp_path: Path) -> None:
-    made = loader(100)
-    _, seen = start(tmp_path, {"loader": made}, lambda *given: loop(made, *given), 20)
-    assert not said(seen)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -368,6 +288,40 @@ def test_an_epoch_that_is_counted_behind_the_save_is_named_and_made_twice(late: 
     assert said(seen) == (["epoch.repeated"] if late else [])
     if late:
         assert seen.named("epoch.repeated")[0].data == {"counter": "epoch"}
+
+
+@pytest.mark.parametrize(("batches", "late"), [(5, False), (5, True), (4, True)])
+def test_an_epoch_with_a_short_last_group_is_counted_where_its_data_ends(
+    batches: int, late: bool, tmp_path: Path
+) -> None:
+    """Two batches make a step. Where the epoch is counted behind the loop over the groups, one whose last group is
+    short is made twice by a restart behind that group, and named."""
+
+    def one_epoch(state: dict[str, Any]) -> Iterator[Any]:
+        """As in the guide."""
+        yield from state["loader"]
+        state["epoch"] += 1
+
+    def loop(ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
+        ended = ck.restored.step
+        while ck.state["epoch"] < 3:
+            drawn = iter(ck.state["loader"]) if late else one_epoch(ck.state)
+            while group := list(islice(drawn, 2)):
+                train(group[0])
+                ck.step()
+                ended += 1
+                if ended == steps:
+                    ck.save().wait("store")
+                    raise Killed
+            ck.state["epoch"] += late
+
+    groups, is_repeated = -(-batches // 2), late and batches == 5
+    whole, seen = start(tmp_path / "whole", {"loader": loader(batches), "epoch": 0}, loop, 0)
+    assert len(whole) == 3 * groups
+    assert said(seen) == ["epoch.repeated"] * is_repeated
+    before, _ = start(tmp_path / "killed", {"loader": loader(batches), "epoch": 0}, loop, groups)
+    after, _ = start(tmp_path / "killed", {"loader": loader(batches), "epoch": 0}, loop, 0)
+    assert before + after == (whole[:groups] if is_repeated else []) + whole
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
@@ -394,7 +348,7 @@ class Streaming(Stream):
         self.at = state["at"]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
 @pytest.mark.parametrize("kind", [Stream, Streaming])
 def test_an_iterable_dataset_without_a_state_is_named_at_the_first_step(
     kind: Any, options: dict[str, Any], tmp_path: Path

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.events import JsonLines
 from tests.checkpointer.loops import make, wait_agent_gone
 
 
@@ -41,15 +40,3 @@ def test_a_run_leaves_one_file_of_what_happened_in_the_trainer_and_in_the_agent(
     assert accounts[-1]["phase"] == "idle"
     assert accounts[-1]["restores"] == {"store": 1}
     assert accounts[-1]["safe"]["store"]["step"] == 8
-
-
-def test_an_entry_that_fails_leaves_no_thread_and_no_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPT_EVENTS", str(tmp_path / "events.jsonl"))
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("CKPT_RETRY_S", "0")
-    for _ in range(2):
-        checkpointer = ckpt.Checkpointer(tmp_path / "file", make().state)
-        with pytest.raises(ckpt.CkptError), checkpointer:
-            raise AssertionError("it was entered")
-        assert not any(isinstance(sink, JsonLines) for sink in checkpointer.events._sinks)
-    wait_agent_gone(tmp_path / "file")

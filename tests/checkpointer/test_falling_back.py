@@ -18,6 +18,7 @@ from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import VALUES, Codec
 from ckpt.types import Box
 from tests.checkpointer.loops import make, wait_agent_gone
+from tests.checkpointer.runs import run, saving
 from tests.cli.stores import ckpt as run_command
 
 ELEMENTS = 2_000_000  # of a tensor: two frames of it, or more
@@ -65,14 +66,11 @@ def grown(tmp_path: Path) -> Path:
 def test_what_the_next_candidate_does_not_fill_is_never_left_as_the_damaged_one_had_it(
     grown: Path, strict: bool
 ) -> None:
-    with pytest.raises(ckpt.StateMismatch, match=r"A newer checkpoint was tried before and is damaged: a.*ckpt branch"):
+    with pytest.raises(
+        ckpt.StateMismatch, match=r"A newer checkpoint was tried before and is damaged: a.*ckpt branch"
+    ) as found:
         start(grown, filled(a=-1.0, z=0.0), strict=strict)
-
-
-def test_a_mismatch_after_a_damaged_one_does_not_say_that_nothing_was_changed(grown: Path) -> None:
-    with pytest.raises(ckpt.StateMismatch) as found:
-        start(grown, filled(a=-1.0, z=0.0))
-    assert "a is missing in the checkpoint" in str(found.value)
+    assert not strict or "a is missing in the checkpoint" in str(found.value)
     assert "Nothing was changed" not in str(found.value)
 
 
@@ -149,17 +147,11 @@ def with_optimizer(**changes: Any) -> Callable[[bytes], bytes]:
     return change
 
 
-TEXTS_FOR_A_SHAPE = b"\x94\xc7\x00\x0e\xa3|u1\x92\xa8abcdefgh\xce\xff\xff\xff\xff\xc4\x00"
+# tests/trainer/restore/test_hostile_values.py has more of them.
 FORGED: dict[str, Callable[[bytes], bytes]] = {
     "no values": lambda data: b"\xc1",
-    "an array whose shape is a text": lambda data: TEXTS_FOR_A_SHAPE,
     "an array for the state": lambda data: values.encode(np.zeros(3)),
     "parameters that are lists": with_optimizer(groups=[{"params": ([0],), "value": {}, "tensors": ()}], state=(-1,)),
-    "groups that are numbers": with_optimizer(groups=[1, 2]),
-    "hyper-parameters that are a list": with_optimizer(groups=[{"params": (), "value": [], "tensors": ()}], state=()),
-    "a skeleton that is a number": with_optimizer(skeletons=[{"value": 5, "tensors": [("exp_avg",)]}]),
-    "a skeleton with a place that is a list": with_optimizer(skeletons=[{"value": {}, "tensors": [([],)]}]),
-    "numbers of skeletons that are texts": with_optimizer(state=("0",) * 6),
 }
 
 
@@ -168,17 +160,10 @@ def test_forged_values_are_passed_over_and_no_command_fails_on_them(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = tmp_path / "run"
-    for steps in (2, 3):
-        job = make()
-        with ckpt.Checkpointer(url, job.state) as ck:
-            for step in ck.steps(steps):
-                job.train(step)
-        wait_agent_gone(url)
+    run(url, 3, make(), saving(2))
     forge(url, FORGED[how])
     assert run_command(monkeypatch, "verify", str(url)).code in (0, 1)
     assert run_command(monkeypatch, "diff", str(url), "2", "3").code in (0, 1)
-    events = list[Event]()
-    job = make(seed=1)
-    with ckpt.Checkpointer(url, job.state, sinks=(events.append,)) as ck:
-        assert ck.restored.step == 2
-    assert [event.loud for event in events if event.name == "restore.skipped"] == [True]
+    again = run(url, 2)
+    assert again.from_step == 2
+    assert [event.loud for event in again.seen.named("restore.skipped")] == [True]

@@ -12,31 +12,15 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.events import Event
-from tests.checkpointer.loops import Job, losses, make, wait_agent_gone
+from tests.checkpointer.loops import losses, make
+from tests.checkpointer.runs import agent_status, run, saving
 from tests.checkpointer.scripts import train
-from tests.checkpointer.test_one_process import agent_pid
 
 
-def save_at(url: Path, *steps: int, job: Job | None = None, **options: Any) -> list[float]:
-    """A run whose checkpoints are those of `steps`, the last of which ends it."""
-    job, found = job or make(), []
-    with ckpt.Checkpointer(url, job.state, **options) as ck:
-        for step in ck.steps(max(steps)):
-            found.append(job.train(step))
-            if step in steps and step != max(steps):
-                ck.step()
-                ck.save().wait("store", timeout_s=60)
-    wait_agent_gone(url)
-    return found
-
-
-def go_on(url: Path, steps: int, **options: Any) -> tuple[list[float], ckpt.Checkpointer, list[Event]]:
-    job, found, events = make(seed=9), [], list[Event]()
-    with ckpt.Checkpointer(url, job.state, sinks=(events.append,), **options) as ck:
-        for step in ck.steps(steps):
-            found.append(job.train(step))
-    return found, ck, events
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, list[float]]:
+    """A run whose checkpoints are those of steps 3 and 6; and its losses."""
+    return tmp_path / "run", run(tmp_path / "run", 6, make(), saving(3)).losses
 
 
 def packs(url: Path, step: int) -> list[Path]:
@@ -45,85 +29,54 @@ def packs(url: Path, step: int) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "empty"])
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_loudly(tmp_path: Path, damage: str) -> None:
-    url = tmp_path / "run"
-    first = save_at(url, 3, 6)
-    pack = packs(url, 6)[0]
-    data = bytearray(pack.read_bytes())
+@pytest.mark.parametrize(
+    ("what", "damage"),
+    [*(("pack", how) for how in ("flip", "truncate", "empty", "remove")), ("record", "flip"), ("record", "truncate")],
+)
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_loudly(
+    two: tuple[Path, list[float]], what: str, damage: str
+) -> None:
+    url, first = two
+    (record,) = (p for p in (url / "commits").iterdir() if "-000000000006." in p.name)
+    file = packs(url, 6)[0] if what == "pack" else record
+    data = bytearray(file.read_bytes())
     if damage == "flip":
-        data[::64] = bytes(byte ^ 0x10 for byte in data[::64])  # a single one may lie between two frames
-        pack.write_bytes(data)
-    elif damage == "remove":
-        pack.unlink()
-    else:
-        pack.write_bytes(data[: len(data) // 2] if damage == "truncate" else b"")
-    second, ck, events = go_on(url, 8)
-    assert ck.restored.step == 3
-    assert any(event.name == "restore.skipped" and event.loud for event in events)
-    assert first[:3] + second == losses(8)
+        data[7::64] = bytes(byte ^ 0x10 for byte in data[7::64])  # a single one may lie between two frames
+    file.write_bytes(data if damage == "flip" else data[: len(data) // 2] if damage == "truncate" else b"")
+    if damage == "remove":
+        file.unlink()
+    again = run(url, 8)
+    assert again.from_step == 3
+    assert any(event.loud for event in again.seen.named("restore.skipped"))
+    assert first[:3] + again.losses == losses(8)
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "garbage"])
-def test_a_damaged_record_falls_back_too(tmp_path: Path, damage: str) -> None:
-    url = tmp_path / "run"
-    save_at(url, 3, 6)
-    record = next(p for p in (url / "commits").iterdir() if "-000000000006." in p.name)
-    data = bytearray(record.read_bytes())
-    data[len(data) // 3] ^= 1
-    record.write_bytes({"flip": bytes(data), "truncate": bytes(data[:-40]), "garbage": os.urandom(400)}[damage])
-    _, ck, events = go_on(url, 7)
-    assert ck.restored.step == 3
-    assert any(event.name == "restore.skipped" and event.loud for event in events)
-
-
-def test_a_start_whose_every_checkpoint_is_damaged_is_an_error_and_never_fresh(tmp_path: Path) -> None:
-    url = tmp_path / "run"
-    save_at(url, 3, 6)
+def test_a_start_whose_every_checkpoint_is_damaged_is_an_error_and_never_fresh(two: tuple[Path, list[float]]) -> None:
     for step in (3, 6):
-        for pack in packs(url, step):
+        for pack in packs(two[0], step):
             pack.write_bytes(b"x")
     with pytest.raises((ckpt.NoCheckpoint, ckpt.DamagedData), match=r"step|checkpoint"):
-        go_on(url, 8)
+        run(two[0], 8)
 
 
 def test_a_folder_of_something_else_is_a_fresh_start_that_harms_nothing(tmp_path: Path) -> None:
     (tmp_path / "commits").mkdir()
     (tmp_path / "commits" / "notes.txt").write_text("mine")
     (tmp_path / "readme").write_text("mine too")
-    found, ck, _ = go_on(tmp_path, 2)
-    assert ck.restored.step == 0
-    assert len(found) == 2
+    assert run(tmp_path, 2).from_step == 0
     assert (tmp_path / "commits" / "notes.txt").read_text() == "mine"
 
 
-def test_a_url_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_url_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_EVENTS", str(tmp_path / "events.jsonl"))  # whose thread ends with such an entry, too
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ckpt.CkptError, match="file"):
-        go_on(tmp_path / "file", 2)
+        run(tmp_path / "file", 2)
 
 
 def test_a_wrong_url_is_a_usage_error() -> None:
     with pytest.raises(ckpt.UsageError, match="s3://"):
         ckpt.Checkpointer("s3:bucket/run", {})
-
-
-def test_a_store_that_vanishes_fails_the_save_and_not_the_training(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("CKPT_RETRY_S", "0.5")
-    url, job, found = tmp_path / "run", make(), []
-    with pytest.raises(ckpt.CommitFailed), ckpt.Checkpointer(url, job.state, limits=ckpt.Limits(exit_s=20)) as ck:  # noqa: PT012
-        for step in ck.steps(6):
-            found.append(job.train(step))
-            if step == 2:
-                ck.step()
-                ck.save().wait("store", timeout_s=60)
-                url.rename(tmp_path / "gone")
-                url.write_text("somebody put a file here")
-                handle = ck.save()
-                with pytest.raises(ckpt.SaveFailed):
-                    handle.wait("store", timeout_s=30)
-                assert handle.level == "local"
-    assert found == losses(6)
 
 
 def test_a_second_job_elsewhere_on_a_living_run_is_refused(tmp_path: Path, runtime_dir: Path) -> None:
@@ -150,36 +103,6 @@ def test_a_second_job_elsewhere_on_a_living_run_is_refused(tmp_path: Path, runti
             first.kill()
 
 
-def test_strict_false_goes_on_with_what_fits_and_says_so(tmp_path: Path) -> None:
-    url = tmp_path / "run"
-    save_at(url, 2)
-    job, events = make(seed=9), list[Event]()
-    extra = torch.nn.Linear(3, 3)
-    before = extra.weight.detach().clone()
-    with ckpt.Checkpointer(url, {**job.state, "head": extra}, strict=False, sinks=(events.append,)) as ck:
-        assert ck.restored.step == 2
-    assert torch.equal(extra.weight, before)
-    said = next(event for event in events if event.name == "restore.mismatch")
-    assert "head.*: 2 tensors" in said.message
-
-
-def test_init_weights_count_only_where_there_is_no_checkpoint(tmp_path: Path) -> None:
-    source = make(seed=3)
-    save_at(tmp_path / "other", 2, job=source)
-    job = make(seed=4)
-    with ckpt.Checkpointer(tmp_path / "run", job.state, init=tmp_path / "other") as ck:
-        assert ck.restored.step == 0
-        for mine, theirs in zip(job.model.parameters(), source.model.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
-        for step in ck.steps(1):
-            job.train(step)
-    fresh = make(seed=5)
-    with ckpt.Checkpointer(tmp_path / "run", fresh.state, init=tmp_path / "other") as ck:
-        assert ck.restored.step == 1
-        for mine, theirs in zip(fresh.model.parameters(), job.model.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
-
-
 def test_a_value_that_changed_in_the_agents_memory_is_not_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,11 +122,8 @@ def test_a_value_that_changed_in_the_agents_memory_is_not_restored(
             ck.step()
             ck.save().wait("store" if step == 3 else "local", timeout_s=60)
         raise ZeroDivisionError
-    pid = agent_pid(str(tmp_path))
-    assert pid is not None
-    assert spoil(pid, b"at the end of step 5", b"at the end of step 7") > 0
-    events: list[Event] = []
-    with ckpt.Checkpointer(tmp_path, state(), sinks=(events.append,)) as ck:
+    assert spoil(agent_status(tmp_path)["pid"], b"at the end of step 5", b"at the end of step 7") > 0
+    with ckpt.Checkpointer(tmp_path, state()) as ck:
         found = ck.restored
         assert ck.state["text"] == f"at the end of step {found.step}"
         assert ck.state["x"].unique().tolist() == [found.step]

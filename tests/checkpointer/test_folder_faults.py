@@ -13,21 +13,19 @@ import torch
 import ckpt
 from ckpt.store.run import Run
 from tests.checkpointer.loops import losses, make, wait_agent_gone
-from tests.checkpointer.runs import Seen, run
+from tests.checkpointer.runs import Seen, run, saving
 from tests.cli.stores import opened
 
 
 def test_a_disk_with_room_for_one_checkpoint_more_than_is_kept_takes_every_save(small_disk: Path) -> None:
     """At the speed of the disk: what goes has no grace that would fill it."""
-    job, table = make(), torch.zeros(1 << 19)
-    url = small_disk / "run"
-    with ckpt.Checkpointer(url, {**job.state, "table": table}, codec="raw", keep=ckpt.Keep(last=2)) as ck:
-        for step in ck.steps(30):
-            job.train(step)
-            table.fill_(step)
-            ck.step()
-            ck.save().wait("store", timeout_s=60)
-    wait_agent_gone(url)
+    table, url = torch.zeros(1 << 19), small_disk / "run"
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        table.fill_(step)
+        saving(step)(ck, step)
+
+    run(url, 30, make(), at, {"table": table}, codec="raw", keep=ckpt.Keep(last=2))
     with opened(url) as store:
         assert [ref.identity.version.step for ref in Run(store).view().history][-2:] == [29, 30]
 
@@ -54,10 +52,8 @@ def test_a_full_disk_fails_saves_until_there_is_room(small_disk: Path) -> None:
     wait_agent_gone(url)
     assert found == losses(4)
     assert seen.wait("commit.failed").loud
-    fresh, other = make(seed=9), torch.empty(1 << 18)
-    with ckpt.Checkpointer(url, {**fresh.state, "table": other}) as ck:
-        assert ck.restored.step == 4
-    wait_agent_gone(url)
+    other = torch.empty(1 << 18)
+    assert run(url, 4, more={"table": other}).from_step == 4
     assert torch.equal(other, torch.full((1 << 18,), 4.0))
     assert not [path for path in url.rglob("*") if path.name.startswith(".")], "rubbish is left"
 
@@ -68,14 +64,12 @@ def free(disk: Path) -> int:
 
 
 def test_a_disk_that_becomes_read_only_fails_the_run_at_its_end_and_not_before(small_disk: Path) -> None:
-    job, found, seen = make(), [], Seen()
-    url = small_disk / "run"
+    job, found, seen, url = make(), [], Seen(), small_disk / "run"
     with pytest.raises(ckpt.CommitFailed, match="ead-only"), ckpt.Checkpointer(url, job.state, sinks=(seen,)) as ck:  # noqa: PT012
         for step in ck.steps(4):
             found.append(job.train(step))
+            saving(2)(ck, step)
             if step == 2:
-                ck.step()
-                ck.save().wait("store", timeout_s=60)
                 subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     wait_agent_gone(url)
     assert found == losses(4)
@@ -87,20 +81,15 @@ def test_a_disk_that_becomes_read_only_fails_the_run_at_its_end_and_not_before(s
 
 
 def test_a_folder_that_is_removed_in_mid_run_holds_what_is_saved_afterwards(tmp_path: Path) -> None:
-    url, job, found = tmp_path / "run", make(), []
-    frozen = torch.arange(1 << 20)
-    with ckpt.Checkpointer(url, {**job.state, "frozen": frozen}) as ck:
-        for step in ck.steps(4):
-            found.append(job.train(step))
-            if step == 2:
-                ck.step()
-                ck.save().wait("store", timeout_s=60)
-                shutil.rmtree(url)
-    wait_agent_gone(url)
-    fresh, other = make(seed=9), torch.empty_like(frozen)
-    with ckpt.Checkpointer(url, {**fresh.state, "frozen": other}) as ck:
-        assert ck.restored.step == 4
-    wait_agent_gone(url)
+    url, frozen, other = tmp_path / "run", torch.arange(1 << 20), torch.zeros(1 << 20, dtype=torch.int64)
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        saving(2)(ck, step)
+        if step == 2:
+            shutil.rmtree(url)
+
+    run(url, 4, make(), at, {"frozen": frozen})
+    assert run(url, 4, more={"frozen": other}).from_step == 4
     assert torch.equal(other, frozen)
 
 

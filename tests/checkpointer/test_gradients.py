@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.types import Identity
 from tests.checkpointer.loops import wait_agent_gone
+from tests.checkpointer.runs import Seen
 
 RARELY = ckpt.Every(seconds=600)
 GATHERED = 4
@@ -25,11 +25,11 @@ class Run:
         self.url = url
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
         self.optim = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.seen: list[ckpt.Event] = []
+        self.seen = Seen()
         state = {"model": self.model, "optim": self.optim}
         self.other: torch.optim.Optimizer = self.optim
         self.free = torch.nn.Linear(2, 2)
-        self.ck = ckpt.Checkpointer(url, state, policy=policy, sinks=(self.seen.append,))
+        self.ck = ckpt.Checkpointer(url, state, policy=policy, sinks=(self.seen,))
 
     def gather(self, step: int) -> None:
         generator = torch.Generator().manual_seed(step)
@@ -40,13 +40,6 @@ class Run:
         if step % GATHERED == 0:
             self.optim.step()
             self.optim.zero_grad()
-
-    def said(self, name: str) -> list[ckpt.Event]:
-        return [event for event in self.seen if event.name == name]
-
-    @property
-    def committed(self) -> list[int]:
-        return [Identity.parse(str(event.data["identity"])).version.step for event in self.said("commit.done")]
 
 
 def came_back(url: Path) -> tuple[int, Run]:
@@ -63,11 +56,11 @@ def test_only_steps_that_end_with_an_update_are_saved(tmp_path: Path) -> None:
         for step in ck.steps(100_000):
             run.train(step)
             time.sleep(0.005)
-            if step % GATHERED == 0 and (len(run.committed) >= 5 or time.monotonic() > until_s):
+            if step % GATHERED == 0 and (len(run.seen.committed) >= 5 or time.monotonic() > until_s):
                 break
-    assert len(run.committed) >= 5
-    assert {step % GATHERED for step in run.committed} == {0}
-    assert len(run.said("gradients.waiting")) <= 1
+    assert len(run.seen.committed) >= 5
+    assert {step % GATHERED for step in run.seen.committed} == {0}
+    assert len(run.seen.named("gradients.waiting")) <= 1
 
 
 def test_a_save_due_between_two_updates_is_taken_after_the_next_one(tmp_path: Path) -> None:
@@ -75,7 +68,7 @@ def test_a_save_due_between_two_updates_is_taken_after_the_next_one(tmp_path: Pa
     with run.ck as ck:
         for step in ck.steps(24):
             run.train(step)
-    assert run.committed == [8, 12, 20, 24]
+    assert run.seen.committed == [8, 12, 20, 24]
 
 
 def test_a_save_between_two_updates_fails_and_the_next_update_is_saved(tmp_path: Path) -> None:
@@ -90,7 +83,7 @@ def test_a_save_between_two_updates_fails_and_the_next_update_is_saved(tmp_path:
                     with pytest.raises(ckpt.SaveFailed, match="gradients of 2 steps wait"):
                         handle.wait("store", 60)
         handle.wait("store", 60)
-    assert set(run.committed) == {8}
+    assert set(run.seen.committed) == {8}
 
 
 def test_the_exit_between_two_updates_saves_the_step_and_says_what_is_lost(tmp_path: Path) -> None:
@@ -98,7 +91,7 @@ def test_the_exit_between_two_updates_saves_the_step_and_says_what_is_lost(tmp_p
     with run.ck as ck:
         for step in ck.steps(6):
             run.train(step)
-    assert ["gradients of 2 steps" in event.message for event in run.said("gradients.waiting")] == [True]
+    assert ["gradients of 2 steps" in event.message for event in run.seen.named("gradients.waiting")] == [True]
     assert came_back(tmp_path)[0] == 6
 
 
@@ -165,8 +158,8 @@ def test_gradients_that_wait_for_nothing_are_no_reason_not_to_save(
         for step in ck.steps(7):
             train(run, step)
         ck.save().wait("store", 60)
-    assert run.committed[0] == 7
-    assert not run.said("gradients.waiting")
+    assert run.seen.committed[0] == 7
+    assert not run.seen.named("gradients.waiting")
 
 
 def test_a_backward_pass_in_the_body_of_a_step_is_no_reason_not_to_save(tmp_path: Path) -> None:
@@ -179,7 +172,7 @@ def test_a_backward_pass_in_the_body_of_a_step_is_no_reason_not_to_save(tmp_path
             if step == 3:
                 ck.save().wait("store", 60)
             run.optim.step()
-    assert run.committed[0] == 2
+    assert run.seen.committed[0] == 2
 
 
 def swapped_in(run: Run) -> None:
@@ -205,7 +198,7 @@ def test_averaged_weights_are_not_saved_and_it_is_said(tmp_path: Path) -> None:
                 for param, was in zip(run.model.parameters(), kept, strict=True):
                     param.data.copy_(was)
                 ck.save().wait("store", 60)
-    assert len(run.said("weights.swapped")) == 1
+    assert len(run.seen.named("weights.swapped")) == 1
     again = came_back(tmp_path)[1]
     assert all(map(torch.equal, again.model.parameters(), kept))
 
@@ -218,7 +211,7 @@ def test_a_request_to_leave_in_an_evaluation_with_other_weights_waits_for_the_ne
     run = Run(tmp_path / "run")
     with pytest.raises(ckpt.Leave):
         leave_in_an_evaluation(run, tmp_path / "word")
-    assert run.said("weights.swapped")
+    assert run.seen.named("weights.swapped")
     (tmp_path / "word").unlink()
     found, again = came_back(tmp_path / "run")
     assert found > 5
@@ -238,7 +231,7 @@ def leave_in_an_evaluation(run: Run, word: Path) -> None:
                 swapped_in(run)
                 word.write_text("+60")
                 until_s = time.monotonic() + 60
-                while not run.said("weights.swapped") and time.monotonic() < until_s:
+                while not run.seen.named("weights.swapped") and time.monotonic() < until_s:
                     ck.poll()
                     time.sleep(0.01)
                 for param, was in zip(run.model.parameters(), kept, strict=True):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ckpt
 from tests.checkpointer.loops import wait_agent_gone
+from tests.checkpointer.runs import Seen
 
 RARELY = ckpt.Every(seconds=600)
 
@@ -42,16 +44,13 @@ class Run:
         for param in self.model.parameters():
             torch.nn.init.zeros_(param)
         self.optim = Ones(self.model.parameters())
-        self.seen: list[ckpt.Event] = []
+        self.seen = Seen()
         state = {"model": self.model, "optim": self.optim}
-        self.ck = ckpt.Checkpointer(url, state, **{"policy": RARELY, "sinks": (self.seen.append,)} | options)
+        self.ck = ckpt.Checkpointer(url, state, **{"policy": RARELY, "sinks": (self.seen,)} | options)
 
     @property
     def updates(self) -> tuple[float, float]:
         return self.model.weight[0, 0].item(), self.model.bias[0].item()
-
-    def said(self, name: str) -> list[ckpt.Event]:
-        return [event for event in self.seen if event.name == name]
 
 
 def came_back(url: Path) -> tuple[int, tuple[float, float]]:
@@ -132,32 +131,31 @@ def test_a_success_whose_last_step_cannot_be_saved_is_a_failure(tmp_path: Path) 
     assert came_back(tmp_path / "run") == (0, (0, 0))
 
 
-def test_weights_that_were_swapped_after_the_boundary_make_no_step(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    with run.ck as ck:
-        for step in ck.steps(10):
-            run.optim.step()
-            if step == 3:
-                ck.step()
-                ck.fence()
-                break
-    assert came_back(tmp_path) == (3, (3, 3))
-
-
-def test_weights_that_are_swapped_behind_a_loop_whose_loader_has_ended_make_no_step(tmp_path: Path) -> None:
-    """zip() is in the next body by then."""
-    run = Run(tmp_path)
-    with run.ck as ck:
-        for _ in range(3):
-            for _step, _batch in zip(ck.steps(12), range(2), strict=False):
-                run.optim.step()
-            ck.fence()
-    assert came_back(tmp_path) == (6, (6, 6))
-
-
-def finish(run: Run, ck: ckpt.Checkpointer) -> None:
-    for _ in ck.steps(10):
+def behind_a_boundary(run: Run, ck: ckpt.Checkpointer) -> None:
+    for step in ck.steps(10):
         run.optim.step()
+        if step == 6:
+            ck.step()
+            ck.fence()
+            break
+
+
+def behind_a_loop_whose_loader_has_ended(run: Run, ck: ckpt.Checkpointer) -> None:
+    """zip() is in the next body by then."""
+    for _ in range(3):
+        for _step, _batch in zip(ck.steps(12), range(2), strict=False):
+            run.optim.step()
+        ck.fence()
+
+
+@pytest.mark.parametrize("train", [behind_a_boundary, behind_a_loop_whose_loader_has_ended])
+def test_weights_that_are_swapped_behind_a_step_make_no_other_step(
+    tmp_path: Path, train: Callable[[Run, ckpt.Checkpointer], None]
+) -> None:
+    run = Run(tmp_path)
+    with run.ck as ck:
+        train(run, ck)
+    assert came_back(tmp_path) == (6, (6, 6))
 
 
 def test_ctrl_c_that_is_caught_while_a_step_ends_makes_no_other_step(
@@ -174,19 +172,11 @@ def test_ctrl_c_that_is_caught_while_a_step_ends_makes_no_other_step(
                 interrupt()
 
         monkeypatch.setattr(saver, "note_boundary", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            finish(run, ck)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            for _ in ck.steps(10):
+                run.optim.step()
         monkeypatch.undo()
     assert came_back(tmp_path) == (4, (4, 4))
-
-
-def test_updates_after_a_save_of_no_ended_step_are_not_saved_as_that_step(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    with run.ck as ck:
-        ck.save().wait("store", timeout_s=60)
-        run.optim.step()
-    assert run.said("step.none")
-    assert came_back(tmp_path) == (0, (0, 0))
 
 
 # ------------------------------------------------------------------------------------------------- no update at all
@@ -216,43 +206,23 @@ class Scaled:
         self.scaler.update()
 
 
-def break_after_a_skip(run: Scaled, ck: ckpt.Checkpointer) -> None:
-    for step in ck.steps(10):
-        run.train(step)
-        if step == run.SKIPPED:
-            break
-
-
-def break_own_loop_after_a_skip(run: Scaled, ck: ckpt.Checkpointer) -> None:
-    for step in range(1, 10):
-        run.train(step)
-        if step == run.SKIPPED:
-            break
-        ck.step(step)
-
-
-@pytest.mark.parametrize("train", [break_after_a_skip, break_own_loop_after_a_skip])
-def test_a_step_whose_update_a_scaler_has_skipped_ends_as_any_other(
-    tmp_path: Path, train: Callable[[Scaled, ckpt.Checkpointer], None]
-) -> None:
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_step_whose_update_a_scaler_has_skipped_ends_as_any_other(tmp_path: Path, own_loop: bool) -> None:
+    """And before that nothing is saved."""
     run = Scaled(tmp_path)
     with run.ck as ck:
-        train(run, ck)
+        for step in range(1, 10) if own_loop else ck.steps(10):
+            run.train(step)
+            if step == run.SKIPPED:
+                with pytest.raises(ckpt.UsageError, match=r"call ck\.step\(\) first"):
+                    ck.save()
+                break
+            ck.step()
+            ck.save()
     wait_agent_gone(tmp_path)
     again = Scaled(tmp_path)
     with again.ck as ck:
         assert (ck.restored.step, again.batches, again.scaler.get_scale()) == (3, 3, 2.0)
-
-
-def test_nothing_is_saved_between_an_update_that_was_skipped_and_its_boundary(tmp_path: Path) -> None:
-    run = Scaled(tmp_path)
-    with run.ck as ck:
-        for step in ck.steps(5):
-            run.train(step)
-            with pytest.raises(ckpt.UsageError, match=r"call ck\.step\(\) first"):
-                ck.save()
-            ck.step()
-            ck.save()
 
 
 # ------------------------------------------------------------------------------------------------- half an update
@@ -262,57 +232,24 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_an_update_that_was_left_in_the_middle_is_not_saved_and_the_exit_says_so(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    with pytest.raises(ckpt.CommitFailed, match=r"Ones\.step\(\) has begun and not ended"), run.ck as ck:  # noqa: PT012
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_update_that_was_left_in_the_middle_is_not_saved_and_the_exit_says_so(tmp_path: Path, saved: bool) -> None:
+    """It is in order where the last step was saved."""
+    run, failed = Run(tmp_path), pytest.raises(ckpt.CommitFailed, match=r"Ones\.step\(\) has begun and not ended")
+    with contextlib.nullcontext() if saved else failed, run.ck as ck:
         for step in ck.steps(10):
-            if step == 2:
+            run.optim.stop = interrupt if step == 4 else lambda: None
+            try:
+                run.optim.step()
+            except KeyboardInterrupt:
+                break
+            if saved or step == 1:
+                ck.step()
                 ck.save()
-            run.optim.stop = interrupt if step == 4 else lambda: None
-            try:
-                run.optim.step()
-            except KeyboardInterrupt:
-                break
     assert run.updates == (4, 3)
-    (said,) = run.said("optimizer.interrupted")
+    (said,) = run.seen.named("optimizer.interrupted")
     assert said.loud
-    assert came_back(tmp_path) == (1, (1, 1))
-
-
-def test_an_exit_in_the_middle_of_an_update_is_in_order_where_the_last_step_was_saved(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    with run.ck as ck:
-        for step in ck.steps(10):
-            run.optim.stop = interrupt if step == 4 else lambda: None
-            try:
-                run.optim.step()
-            except KeyboardInterrupt:
-                break
-            ck.step()
-            ck.save()
-    assert run.said("optimizer.interrupted")
-    assert came_back(tmp_path) == (3, (3, 3))
-
-
-def test_after_half_an_update_nothing_is_saved_whatever_steps_follow(tmp_path: Path) -> None:
-    run = Run(tmp_path, policy=ckpt.Every(steps=1))
-    with pytest.raises(ckpt.CommitFailed), run.ck as ck:  # noqa: PT012
-        run.optim.step()
-        ck.step()
-        ck.save().wait("store", timeout_s=60)
-        for step in ck.steps(12):
-            run.optim.stop = interrupt if step == 2 else lambda: None
-            try:
-                run.optim.step()
-            except KeyboardInterrupt:
-                continue
-            ck.step()
-            handle = ck.save()
-            with pytest.raises(ckpt.SaveFailed, match="has begun and not ended"):
-                handle.wait(timeout_s=60)
-            ck.poll()
-    assert len(run.said("optimizer.interrupted")) == 1
-    assert came_back(tmp_path) == (1, (1, 1))
+    assert came_back(tmp_path) == ((3, (3, 3)) if saved else (1, (1, 1)))
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
@@ -340,7 +277,7 @@ def test_an_error_of_the_users_own_hook_before_an_update_leaves_no_half_of_one(
         finally:
             hook.remove()
     assert refused == 1
-    assert not run.said("optimizer.interrupted")
+    assert not run.seen.named("optimizer.interrupted")
     assert came_back(tmp_path) == (3, (3, 3))
     run.optim.step()
     assert not run.optim._optimizer_step_pre_hooks, "ours are gone"
@@ -353,7 +290,7 @@ def test_within_an_update_nothing_is_saved_and_after_it_all_is_well(tmp_path: Pa
     def within() -> None:
         inner.step()
         run.ck.poll()
-        handle = run.ck.save() if not run.said("save.failed") else None
+        handle = run.ck.save() if not run.seen.named("save.failed") else None
         if handle is not None:
             with pytest.raises(ckpt.SaveFailed):
                 handle.wait(timeout_s=60)
@@ -393,58 +330,42 @@ def test_who_asks_ckpt_for_something_while_it_is_at_work_is_refused(tmp_path: Pa
     assert all("while ckpt is at work" in error for error in errors)
 
 
-def test_a_sink_that_saves_when_a_snapshot_is_abandoned_does_not_hang(tmp_path: Path) -> None:
-    """The optimizer waits for the copy then, and nothing could end it."""
-    errors: list[Exception] = []
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_what_a_sink_does_while_the_optimizer_waits_for_a_copy_neither_hangs_nor_leaves_half_an_update(
+    tmp_path: Path, interrupts: bool
+) -> None:
+    """It saves, which nothing could end; or Ctrl-C comes there."""
+    told: list[BaseException] = []
 
-    def save(event: ckpt.Event) -> None:
-        if event.name == "snapshot.abandoned":
+    def sink(event: ckpt.Event) -> None:
+        if event.name == "snapshot.abandoned" and not told:
             try:
+                if interrupts:
+                    raise KeyboardInterrupt
                 ck.save()
-            except ckpt.UsageError as exc:
-                errors.append(exc)
+            except (ckpt.UsageError, KeyboardInterrupt) as exc:
+                told.append(exc)
+                if interrupts:
+                    raise
 
     model = torch.nn.Linear(512, 512)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, policy=RARELY, sinks=(save,)) as ck:
+    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, policy=RARELY, sinks=(sink,)) as ck:
         for step in ck.steps(8):
             if step == 8:
                 with torch.no_grad():
                     model.weight += 1  # without ck.fence(), under the copy
-            model(torch.ones(512)).sum().backward()
-            optim.step()
-            if step < 8:
-                ck.step()
-                ck.save()
-    (error,) = errors
-    assert "while ckpt is at work" in str(error)
-
-
-def test_an_interrupt_while_the_optimizer_waits_for_a_copy_leaves_no_half_of_an_update(tmp_path: Path) -> None:
-    interrupts = 0
-
-    def stop(event: ckpt.Event) -> None:
-        nonlocal interrupts
-        if event.name == "snapshot.abandoned" and not interrupts:
-            interrupts += 1
-            raise KeyboardInterrupt
-
-    model = torch.nn.Linear(512, 512)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, policy=RARELY, sinks=(stop,)) as ck:
-        for step in ck.steps(8):
-            if step == 8:
-                with torch.no_grad():
-                    model.weight += 1
             model(torch.ones(512)).sum().backward()
             try:
                 optim.step()
             except KeyboardInterrupt:
                 break
             ck.step()
-            ck.save()
-    assert interrupts == 1
-    assert ck.receipt["committed_step"] == 7
+            if step < 8:
+                ck.save()
+    (error,) = told
+    assert interrupts or "while ckpt is at work" in str(error)
+    assert ck.receipt["committed_step"] == (7 if interrupts else 8)
 
 
 # ------------------------------------------------------------------------------------------------- used otherwise
@@ -474,36 +395,3 @@ def test_a_loop_over_steps_within_another_one_is_refused(tmp_path: Path) -> None
             for _ in ck.steps(3):
                 run.optim.step()
     assert ck.receipt["end_step"] == 3
-
-
-def test_a_loop_whose_iterator_is_kept_gives_way_to_the_next(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    with run.ck as ck:
-        kept: Iterator[int] = ck.steps(10)
-        for step in kept:
-            run.optim.step()
-            if step == 2:
-                break
-        for _ in ck.steps(5):
-            run.optim.step()
-    assert came_back(tmp_path) == (5, (5, 5))
-
-
-@pytest.mark.parametrize("counts", [True, False])
-def test_what_is_counted_behind_a_boundary_that_was_saved_is_in_the_last_checkpoint(
-    tmp_path: Path, counts: bool
-) -> None:
-    """An epoch, for instance. Where nothing has changed there is no second checkpoint of that step."""
-    run = Run(tmp_path, policy=ckpt.Every(seconds=0.001))
-    run.ck.state["epoch"] = 0
-    with run.ck as ck:
-        while ck._parts.saver.newest_taken is None or ck._parts.saver.newest_taken != ck._parts.steps.version:
-            run.optim.step()
-            ck.step()
-        ck.wait()  # otherwise the checkpoint of the end may overtake it
-        run.ck.state["epoch"] += counts
-    with ckpt.open(tmp_path) as reader:
-        labels = [each.label for each in reader.checkpoints]
-        assert reader.newest.values()["epoch"] == counts
-    assert len([label for label in labels if label.split(".")[0] == labels[-1].split(".")[0]]) == 1 + counts, labels
-    wait_agent_gone(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import types
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +65,31 @@ def test_training_begins_with_the_weights_of_a_file(tmp_path: Path, source) -> N
         assert torch.all(again.weight == 7.0)
 
 
-@pytest.mark.parametrize("source", [one_file, several_files])
-def test_weights_that_do_not_fit_are_named_and_change_nothing(tmp_path: Path, source) -> None:
-    path = source(tmp_path)
-    model = nn.Sequential(nn.Linear(4, 5))
-    before = model[0].weight.detach().clone()
-    with (
-        pytest.raises(ckpt.StateMismatch, match=rf"^init='{path}' .* model\.0\.weight is not there"),
-        ckpt.Checkpointer(tmp_path / "run", {"model": model}, init=path),
-    ):
-        raise AssertionError("it was entered")
-    with (
-        pytest.raises(ckpt.StateMismatch, match=r"model\.weight has shape \[3, 4\] there and \[5, 4\] here"),
-        ckpt.Checkpointer(tmp_path / "run", {"model": model[0]}, init=path),
-    ):
-        raise AssertionError("it was entered")
-    assert torch.equal(model[0].weight, before)
+def pickled(folder: Path) -> Path:
+    torch.save(weights(), folder / "model.pt")
+    return folder / "model.pt"
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "strict", "said"),
+    [
+        (one_file, nn.Sequential(nn.Linear(4, 5)), True, r"^init='{path}' .* model\.0\.weight is not there"),
+        (several_files, nn.Linear(4, 5), True, r"model\.weight has shape \[3, 4\] there and \[5, 4\] here"),
+        (one_file, nn.Linear(4, 5), True, "init='{path}' does not fit.*strict=False"),
+        (one_file, nn.Linear(9, 9), False, r"nothing of init=.* fits the modules: model\.bias has shape"),
+        (pickled, nn.Linear(4, 3), True, r"model\.pt' is no \.safetensors file.*save_file\(torch\.load"),
+    ],
+    ids=["a name", "a shape", "the file", "not strict", "pickled"],
+)
+def test_weights_that_do_not_fit_are_named_and_change_nothing(
+    tmp_path: Path, source, model: nn.Module, strict: bool, said: str
+) -> None:
+    path, before = source(tmp_path), [parameter.detach().clone() for parameter in model.parameters()]
+    error = ckpt.UsageError if source is pickled else ckpt.StateMismatch
+    with pytest.raises(error, match=said.replace("{path}", re.escape(str(path)))):
+        ckpt.Checkpointer(tmp_path / "run", {"model": model}, init=path, strict=strict).__enter__()
+    wait_agent_gone(tmp_path / "run")
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 class SaysItself(nn.Linear):
@@ -111,36 +119,6 @@ def test_without_strict_a_new_head_keeps_its_weights_and_the_rest_is_filled(tmp_
         (event,) = seen.named("init.partial")
         assert f"model.head.weight {why}" in event.message
         assert "model.tail.bias is not there" in event.message
-
-
-def test_what_fits_nothing_is_refused_without_strict_too(tmp_path: Path) -> None:
-    state, path = {"model": nn.Linear(9, 9)}, one_file(tmp_path)
-    with pytest.raises(ckpt.StateMismatch, match=r"nothing of init=.* fits the modules: model\.bias has shape"):
-        ckpt.Checkpointer(tmp_path / "run", state, init=path, strict=False).__enter__()
-    wait_agent_gone(tmp_path / "run")
-
-
-def test_a_file_that_does_not_fit_is_named_and_not_its_folder(tmp_path: Path) -> None:
-    path = one_file(tmp_path)
-    with pytest.raises(ckpt.StateMismatch, match=re.escape(f"init={str(path)!r} does not fit") + ".*strict=False"):
-        ckpt.Checkpointer(tmp_path / "run", {"model": nn.Linear(4, 5)}, init=path).__enter__()
-    wait_agent_gone(tmp_path / "run")
-
-
-def test_a_file_that_torch_pickled_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.save(nn.Linear(4, 3).state_dict(), path)
-    with pytest.raises(ckpt.UsageError, match=r"model\.pt' is no \.safetensors file.*save_file\(torch\.load"):
-        ckpt.Checkpointer(tmp_path / "run", {"model": nn.Linear(4, 3)}, init=path).__enter__()
-    wait_agent_gone(tmp_path / "run")
-
-
-def test_a_dtype_that_this_torch_does_not_have_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if name != "float32"})
-    monkeypatch.setattr("ckpt.trainer.restore.init_weights.torch", lacking)
-    with pytest.raises(ckpt.StateMismatch, match=r"is float32, which torch .* does not have"):
-        ckpt.Checkpointer(tmp_path / "run", {"model": nn.Linear(4, 3)}, init=one_file(tmp_path)).__enter__()
-    wait_agent_gone(tmp_path / "run")
 
 
 class Tied(nn.Module):
@@ -179,24 +157,6 @@ def test_modules_anywhere_in_the_state_are_filled(tmp_path: Path, named: str) ->
         ),
     ):
         raise AssertionError("it was entered")
-
-
-class Copying(nn.Linear):
-    """Its state_dict() gives copies, turned; it is loaded by a method of its own."""
-
-    def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:
-        return {"turned": self.weight.detach().T.clone(), "bias": self.bias.detach().clone()}
-
-    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        super().load_state_dict({"weight": state["turned"].T, "bias": state["bias"]}, strict)
-
-
-def test_a_module_that_says_itself_how_it_is_loaded_gets_its_weights_that_way(tmp_path: Path) -> None:
-    model, wanted = Copying(4, 3), weights()
-    save_file({"turned": wanted["weight"].T.contiguous(), "bias": wanted["bias"]}, tmp_path / "w.safetensors")
-    with ckpt.Checkpointer(tmp_path / "run", {"model": model}, init=tmp_path / "w.safetensors"):
-        assert torch.equal(model.weight, wanted["weight"])
-        assert torch.equal(model.bias, wanted["bias"])
 
 
 def test_weights_of_another_dtype_are_converted_and_that_is_said(tmp_path: Path) -> None:

@@ -34,21 +34,3 @@ def test_a_rank_that_others_wait_for_says_at_once_that_it_is_past_their_boundary
         assert missed(ControlWord(8, 0, WordKind.HOLD, 2)) == 1
         link.control_words = page
     wait_agent_gone(tmp_path / "run")
-
-
-def test_what_a_rank_has_answered_it_does_not_answer_again_once_its_agent_is_connected_again(tmp_path: Path) -> None:
-    """It would say that it is late, and what the others still stage would be given up."""
-    job = make(seed=1)
-    with ckpt.Checkpointer(tmp_path / "run", job.state, policy=ckpt.Every(steps=1000)) as ck:
-        link = ck._parts.saver.link
-        page, word = link.control_words, ControlWord(7, 0, WordKind.TAKE, 1)
-        appointed = memoryview(bytearray(word.pack().to_bytes(8, "little"))).cast("Q")
-        nothing = memoryview(bytearray(8)).cast("Q")
-        link.control_words = appointed
-        ck.step()
-        answered = ck._receipt.missed_snapshots
-        for link.control_words in (nothing, appointed):
-            ck.step()
-        assert ck._receipt.missed_snapshots == answered
-        link.control_words = page
-    wait_agent_gone(tmp_path / "run")

@@ -17,30 +17,33 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
-from tests.checkpointer.proxy import HELD, Proxy
-from tests.checkpointer.runs import URL, agent_status, kill_agent
-from tests.checkpointer.scripts import ALWAYS, ROOT, Line, Script, torchrun, train
-from tests.checkpointer.test_notices import (
+from tests.checkpointer.notices import (
     CODE,
     ENDLESS,
+    HOUR_S,
     MODULE,
+    SELDOM,
     at_step,
     code_of,
     goes_on_from,
+    last_steps,
+    left_in_the_store,
     outcome,
     said,
     why_it_ended,
 )
-from tests.checkpointer.test_notices import given as given  # a fixture, for every test here
+from tests.checkpointer.notices import given as given  # a fixture, for every test here
+from tests.checkpointer.proxy import HELD, Proxy
+from tests.checkpointer.runs import URL, agent_status
+from tests.checkpointer.scripts import ALWAYS, ROOT, Line, Script, torchrun, train
 from tests.servers import Server
 
-SELDOM = ("--every", "1000000")
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 USR1_HANDLED = {"PET_SIGNALS_TO_HANDLE": HANDLED, "TORCHELASTIC_SIGNALS_TO_HANDLE": HANDLED}
 passes_usr1_on = pytest.mark.skipif(
@@ -48,7 +51,8 @@ passes_usr1_on = pytest.mark.skipif(
     reason="torchrun passes SIGUSR1 on since torch 2.9",
 )
 Test = TypeVar("Test", bound=Callable[..., None])
-ROWS: set[str] = set()
+# By name. That of one process is the first test of test_notices.py.
+ROWS: set[str] = {"`python train.py`"}
 
 
 def row(name: str) -> Callable[[Test], Test]:
@@ -70,54 +74,34 @@ def ranks_of(script: Script) -> dict[int, int]:
     return {line["rank"]: line["pid"] for line in script.lines() if "pid" in line}
 
 
-def last_steps(script: Script, ranks: int = 2) -> list[int]:
-    """The last one that each rank said; after the newest restart only."""
-    lines = script.lines()
-    return [max(line["step"] for line in lines if "step" in line and line["rank"] == r) for r in range(ranks)]
-
-
 def restored(lines: list[Line]) -> list[tuple[int, int]]:
     """(attempt, step), of each rank that came in."""
     return sorted((line["attempt"], line["restored"]) for line in lines if "restored" in line)
 
 
-def left_in_the_store(tmp_path: Path) -> dict[str, Any]:
-    found = outcome(tmp_path)
-    assert (found["how"], found["level"], found["error"]) == ("left", "store", "")
-    assert found["committed_step"] == found["step"]
-    return found
-
-
-def two_ranks(tmp_path: Path, *options: str, restarts: int = 0, name: str = "log", **env: str) -> Script:
+def two_ranks(tmp_path: Path, *options: str, restarts: int = 0, name: str = "log", url: str = "", **env: str) -> Script:
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or gloo of a later attempt may meet addresses of the former
-    return torchrun(
-        *(tmp_path / name, 2, MODULE, str(tmp_path / "run"), str(ENDLESS), *SELDOM, *options), restarts=restarts, **env
-    )
+    words = (url or str(tmp_path / "run"), str(ENDLESS), *SELDOM, *options)
+    return torchrun(tmp_path / name, 2, MODULE, *words, restarts=restarts, **env)
 
 
 # -- by itself, and under torchrun
 
 
-@row("`python train.py`")
-def test_one_process_leaves_with_143_and_whoever_started_it_decides(tmp_path: Path) -> None:
-    script = train(tmp_path / "log", tmp_path / "run", ENDLESS, *SELDOM)
-    at_step(script)
-    script.process.terminate()
-    assert code_of(script) == CODE
-    assert left_in_the_store(tmp_path)["step"] == last_steps(script, 1)[0]
-    goes_on_from(tmp_path, outcome(tmp_path)["step"])
-
-
 @pytest.mark.torchrun
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=passes_usr1_on)])
 @row("torchrun, signalled itself")
-def test_a_torchrun_that_is_signalled_ends_though_it_has_restarts_left(tmp_path: Path) -> None:
-    script = two_ranks(tmp_path, restarts=1)
+@row("torchrun, SIGUSR1 that it is told to handle")
+def test_a_torchrun_that_is_signalled_ends_though_it_has_restarts_left(tmp_path: Path, number: signal.Signals) -> None:
+    script = two_ranks(tmp_path, restarts=1, **(USR1_HANDLED if number == signal.SIGUSR1 else {}))
     at_step(script)
-    script.process.terminate()
+    os.kill(script.process.pid, number)
     assert code_of(script) not in (0, -signal.SIGKILL)
-    assert last_steps(script) == [left_in_the_store(tmp_path)["step"]] * 2
+    found = left_in_the_store(tmp_path)
+    assert last_steps(script) == [found["step"]] * 2
+    assert found["notices"] == [f"signal {number.name}"]
     assert {attempt for attempt, _ in restored(script.lines())} == {0}
-    goes_on_from(tmp_path, outcome(tmp_path)["step"])
+    goes_on_from(tmp_path, found["step"])
 
 
 @pytest.mark.torchrun
@@ -170,14 +154,20 @@ def test_what_is_started_again_on_a_machine_that_goes_trains_on_until_it_has_gon
 
 @pytest.mark.torchrun
 @row("torchrun restarts after a failure")
-def test_after_a_failure_the_ranks_that_live_are_gone_at_once_and_go_on_from_memory(tmp_path: Path) -> None:
-    words = ("--save-at", "20", "--die-at", "25", "--stuck-at", "25")
-    script = two_ranks(tmp_path, *words, restarts=1, CKPT_LINGER_S="60")
+def test_after_a_failure_the_ranks_that_live_are_gone_at_once_and_go_on_from_memory(
+    tmp_path: Path, store: Proxy
+) -> None:
+    """One is killed, the other sits where nothing wakes it, and what is saved does not get into the store. torchrun
+    sends it SIGTERM, as before each restart, and half a minute later would kill it before it had a word."""
+    store.fail(HELD, "PUT", "*.pack")
+    words, env = ("--save-at", "20", "--die-at", "25", "--stuck-at", "25"), {"CKPT_SIGTERM_S": str(HOUR_S)}
+    script = two_ranks(tmp_path, *words, restarts=1, url=URL, CKPT_LINGER_S="60", **env)
     script.wait_for(lambda line: line.get("attempt") == 1)
     script.wait_for(lambda line: line.get("step") == 26)
     assert restored(script.lines())[2:] == [(1, 20)] * 2
     (why,) = why_it_ended(script)
-    assert why.startswith("rank 1 is gone")
+    assert why.startswith("rank 1 is gone"), "a restart would become slower"
+    store.heal()
     script.process.terminate()
     assert code_of(script) not in (0, -signal.SIGKILL)
     left_in_the_store(tmp_path)
@@ -199,18 +189,6 @@ def test_a_usr1_that_torchrun_does_not_handle_ends_it_and_not_its_workers(tmp_pa
     os.kill(workers[1].pid, signal.SIGUSR1)
     psutil.wait_procs(workers, 60)
     assert last_steps(script) == [left_in_the_store(tmp_path)["step"]] * 2
-
-
-@pytest.mark.torchrun
-@passes_usr1_on
-@row("torchrun, SIGUSR1 that it is told to handle")
-def test_a_usr1_that_torchrun_handles_is_passed_on_and_ends_the_job(tmp_path: Path) -> None:
-    script = two_ranks(tmp_path, restarts=1, **USR1_HANDLED)
-    at_step(script)
-    os.kill(script.process.pid, signal.SIGUSR1)
-    assert code_of(script) not in (0, -signal.SIGKILL)
-    assert last_steps(script) == [left_in_the_store(tmp_path)["step"]] * 2
-    assert outcome(tmp_path)["notices"] == ["signal SIGUSR1"]
 
 
 # -- Slurm
@@ -266,9 +244,11 @@ def test_a_requeued_slurm_job_waits_for_nobody_though_the_former_ended_without_a
     env = {"SLURM_JOB_ID": "7", "CKPT_HEARTBEAT_S": "600"}
     script = train(tmp_path / "log", tmp_path / "run", ENDLESS, "--every", "10", **env)
     script.wait_for(lambda line: line.get("event") == "commit.done")
-    kill_agent(tmp_path / "run")
+    agent = psutil.Process(agent_status(tmp_path / "run")["pid"])
+    script.process.send_signal(signal.SIGSTOP)  # or it starts another agent
+    agent.kill()
+    agent.wait(30)
     script.kill()
-    _end_agent(tmp_path)  # the trainer may have started another one
     again = train(tmp_path / "again", tmp_path / "run", ENDLESS, "--every", "10", **env)
     begun = again.wait_for(lambda line: "restored" in line)
     assert (begun["level"], begun["restored"] >= 10) == ("store", True)
@@ -339,10 +319,17 @@ def training(url: Path | str, *options: str) -> tuple[str, ...]:
     return sys.executable, "-m", MODULE, str(url), str(ENDLESS), *options
 
 
+PASSES_ON = ("sh", "-c", 'trap \'kill -TERM "$child"\' TERM; "$@" & child=$!; wait "$child"; wait "$child"', "sh")
+
+
 @needs_container
+@pytest.mark.parametrize("shell", [(), PASSES_ON], ids=["trainer", "shell"])
 @row("Kubernetes, the trainer is PID 1")
-def test_a_trainer_that_is_pid_1_waits_for_its_agent_which_dies_with_it(tmp_path: Path) -> None:
-    pod = Container(tmp_path / "log", *training(tmp_path / "run", *SELDOM), CKPT_SIGTERM_S="60")
+@row("Kubernetes, PID 1 passes the signal on and waits")
+def test_a_pid_1_that_waits_for_its_trainer_ends_behind_the_commit_of_an_agent_that_dies_with_it(
+    tmp_path: Path, shell: tuple[str, ...]
+) -> None:
+    pod = Container(tmp_path / "log", *shell, *training(tmp_path / "run", *SELDOM), CKPT_SIGTERM_S="60")
     at_step(pod.script)
     assert pod.stop(60) == CODE
     assert left_in_the_store(tmp_path)["step"] == last_steps(pod.script, 1)[0]
@@ -385,37 +372,6 @@ def test_a_torchrun_that_is_pid_1_ends_after_its_workers_and_so_after_the_commit
 
 
 @needs_container
-@pytest.mark.torchrun
-def test_it_does_so_too_where_no_rank_comes_to_a_boundary(tmp_path: Path, store: Proxy) -> None:
-    """Then a thread of each rank ends it, and with the last one torchrun and the agent: after the commit."""
-    words = training(URL, *SELDOM, "--save-at", "20", "--stuck-at", "23", "--pace", "0.03", "--mib", "8")[1:]
-    torchrun_1 = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    store.limit(2e6)  # 4 s for the commit; within less than two the ranks are told that there is no boundary to be had
-    pod = Container(tmp_path / "log", *torchrun_1, "--max-restarts", "0", *words)
-    pod.script.wait_for(lambda line: "stuck" in line)
-    assert pod.stop(60) not in (0, -signal.SIGKILL)
-    found = outcome(tmp_path)
-    assert (found["how"], found["why"]) == ("ended", "no boundary came in time")
-    assert (found["level"], found["committed_step"]) == ("store", found["step"])
-    assert found["step"] == 20
-    assert "leaving at once: no boundary came in time" in pod.script.log.read_text()
-    store.limit(float("inf"))
-    again = train(tmp_path / "again", URL, found["step"] + 2, "--mib", "8", **LAUNCH)
-    assert [line["restored"] for line in again.end() if "restored" in line] == [found["step"]]
-
-
-@needs_container
-@row("Kubernetes, PID 1 passes the signal on and waits")
-def test_a_shell_that_passes_the_signal_on_and_waits_is_as_good(tmp_path: Path) -> None:
-    shell = 'trap \'kill -TERM "$child"\' TERM; "$@" & child=$!; wait "$child"; wait "$child"'
-    pod = Container(tmp_path / "log", "sh", "-c", shell, "sh", *training(tmp_path / "run", *SELDOM))
-    at_step(pod.script)
-    assert pod.stop(60) == CODE
-    assert left_in_the_store(tmp_path)["step"] == last_steps(pod.script, 1)[0]
-    goes_on_from(tmp_path, outcome(tmp_path)["step"])
-
-
-@needs_container
 @row("Kubernetes, PID 1 does not pass it on")
 def test_where_pid_1_keeps_the_signal_to_itself_nothing_newer_than_the_last_commit_is_there(tmp_path: Path) -> None:
     pod = Container(tmp_path / "log", "sh", "-c", '"$@"; exit 7', "sh", *training(tmp_path / "run", "--every", "10"))
@@ -428,15 +384,6 @@ def test_where_pid_1_keeps_the_signal_to_itself_nothing_newer_than_the_last_comm
     assert again.wait_for(lambda line: "restored" in line)["restored"] >= max(int(m[1]) for m in committed if m)
     again.process.terminate()
     assert code_of(again) == CODE
-
-
-def _end_agent(tmp_path: Path) -> None:
-    try:
-        agent = psutil.Process(agent_status(tmp_path / "run")["pid"])
-    except (AssertionError, psutil.NoSuchProcess):
-        return
-    agent.kill()
-    agent.wait(30)
 
 
 def test_a_job_without_standard_streams_starts_its_agent(tmp_path: Path) -> None:

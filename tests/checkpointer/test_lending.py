@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import UsageError
+from tests.checkpointer.runs import Seen
 
 
 class Fails(Exception):
@@ -35,31 +35,22 @@ def peer(tmp_path: Path, secret_file: Path, runtime_dir: Path, monkeypatch: pyte
         process.terminate()
 
 
-def test_one_process_waits_until_its_step_is_in_the_memory_of_another_machine(peer: str, tmp_path: Path) -> None:
-    told: list[ckpt.Event] = []
-    with ckpt.Checkpointer(tmp_path / "run", {"w": torch.arange(1000.0)}, sinks=(told.append,)) as ck:
-        for _ in ck.steps(3):
-            saved = ck.save()
-            ck.wait(level="peer", timeout_s=60)
-            assert saved.level in ("peer", "store")
-    assert [event.message for event in told if event.name == "memory_node.joined"] == [
-        f"the memory-only node at {peer} lends 64 MiB"
-    ]
-
-
-def test_the_receipt_of_a_start_says_that_all_of_it_came_from_there(
+def test_one_process_waits_until_its_step_is_in_the_memory_of_another_machine_and_goes_on_from_there(
     peer: str, tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job raises, so that its copies stay; and its agent is not asked: the next has another folder. It does so once
     a copy was there before the commit: what is in the store already is not copied any more."""
-    last = -1
-    with contextlib.suppress(Fails), ckpt.Checkpointer(tmp_path / "run", {"w": torch.arange(1000.0)}) as ck:
+    last, seen, state = -1, Seen(), {"w": torch.arange(1000.0)}
+    with contextlib.suppress(Fails), ckpt.Checkpointer(tmp_path / "run", state, sinks=(seen,)) as ck:
         for step in ck.steps(1000):
             saved = ck.save()  # of the step before, which has ended
-            saved.wait(level="peer", timeout_s=60)
+            ck.wait(level="peer", timeout_s=60)
+            assert saved.level in ("peer", "store")
             if saved.level == "peer":
                 last = step - 1
                 raise Fails
+    joined = [event.message for event in seen.named("memory_node.joined")]
+    assert joined == [f"the memory-only node at {peer} lends 64 MiB"]
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(runtime_dir / "elsewhere"))
     weight = torch.zeros(1000)
     with ckpt.Checkpointer(tmp_path / "run", {"w": weight}) as ck:
@@ -68,28 +59,13 @@ def test_the_receipt_of_a_start_says_that_all_of_it_came_from_there(
         assert {name for name in ck.receipt["bytes"] if name.startswith("restored")} == {"restored from peer"}
 
 
-def test_without_the_secret_it_says_what_is_missing(peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CKPT_SECRET_FILE")
-    with (
-        pytest.raises(UsageError, match="CKPT_SECRET_FILE"),
-        ckpt.Checkpointer(tmp_path / "run", {"w": torch.arange(10.0)}),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("variable", ["CKPT_PEERS", "CKPT_LISTEN"])
-def test_what_is_no_address_is_named(variable: str, peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "nowhere")
-    with pytest.raises(UsageError, match=variable), ckpt.Checkpointer(tmp_path / "run", {"w": torch.arange(10.0)}):
-        pass
-
-
-def test_on_the_machine_that_lends_it_says_what_to_do(
-    peer: str, tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("variable", ["CKPT_SECRET_FILE", "CKPT_PEERS", "CKPT_LISTEN", "CKPT_RUNTIME_DIR"])
+def test_a_setting_that_is_missing_or_no_address_is_named(
+    variable: str, peer: str, tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(runtime_dir / "stable"))
-    with (
-        pytest.raises(ckpt.CkptError, match="another CKPT_RUNTIME_DIR"),
-        ckpt.Checkpointer(tmp_path / "run", {"w": torch.arange(10.0)}),
-    ):
-        pass
+    """The runtime folder has to be another one than that of the agent that lends, on its machine."""
+    monkeypatch.setenv(variable, str(runtime_dir / "stable") if variable == "CKPT_RUNTIME_DIR" else "nowhere")
+    if variable == "CKPT_SECRET_FILE":
+        monkeypatch.delenv(variable)
+    with pytest.raises(ckpt.CkptError, match=variable):
+        ckpt.Checkpointer(tmp_path / "run", {"w": torch.arange(10.0)}).__enter__()

@@ -69,7 +69,7 @@ def test_appointed_checkpoints_are_taken_and_come_back(
     assert found == seen[step]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["rate", "value", "quasi"])
 def test_a_signal_saves_the_last_step(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_NOTICES", "given")
     log = tmp_path / "log"
@@ -82,9 +82,9 @@ def test_a_signal_saves_the_last_step(tmp_path: Path, kind: str, monkeypatch: py
 
 
 @pytest.mark.torchrun
-@pytest.mark.parametrize("kind", ["rate", "buffer", "clones"])
-def test_so_it_is_with_several_ranks(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_it_is_with_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Appointed, replicated, and by a signal; the next start is of one rank."""
+    kind = "clones"
     monkeypatch.setenv("CKPT_NOTICES", "given")
     script = torchrun(tmp_path / "log", 2, MODULE, kind, str(tmp_path / "run"), "60", "3")
     ended = [line for line in script.end() if "ended" in line]
@@ -215,52 +215,6 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
         link.slots._present_plan = slot.plan = old
 
 
-def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be appointed at once when it is warm, and again when what was in it is not needed."""
-    found: list[tuple[str, bool]] = []
-    notify = Link.notify
-
-    def looking(link: Link, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
-        if kind in ("arena-warm", "snapshot-staged"):
-            slot = link.slots.by_number[fields["slot"]]
-            found.append((kind, slot.hold(link)))
-            slot.release(link)
-        notify(link, kind, fields, blobs)
-
-    monkeypatch.setattr(Link, "notify", looking)
-    with ckpt.Checkpointer(tmp_path, {"a": torch.ones(64)}, policy=ckpt.Every(steps=10**6)) as ck:
-        for _ in ck.steps(1):
-            ck.step()
-        ck.save().wait("store", timeout_s=60)
-    assert {kind for kind, _ in found} == {"arena-warm", "snapshot-staged"}
-    assert all(can for _, can in found), found
-
-
-def test_an_interrupt_as_soon_as_a_slot_is_held_costs_one_save_and_the_end_of_the_block_does_not_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold = RankSlot.hold
-
-    def interrupted(slot: RankSlot, by: object) -> bool:
-        monkeypatch.undo()
-        hold(slot, by)
-        raise KeyboardInterrupt
-
-    state: dict[str, Any] = {"a": torch.ones(64)}
-    with ckpt.Checkpointer(tmp_path, state, policy=ckpt.Every(steps=10**6)) as ck:
-        ck.step()
-        ck.save().wait("store", timeout_s=60)
-        ck.step()
-        monkeypatch.setattr(RankSlot, "hold", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            ck.save()
-        for number in range(3, 6):
-            ck.state["b"] = torch.ones(number)  # each slot is made ready anew
-            ck.step()
-            ck.save().wait("store", timeout_s=60)
-    assert ck.receipt["committed_step"] == 5
-
-
 class Failing:
     """Fails once in a while when it is asked for its state."""
 
@@ -298,37 +252,6 @@ def test_what_moved_while_the_state_could_not_be_read_is_found_by_the_next_save(
     with ckpt.Checkpointer(tmp_path, again.state) as ck:
         assert ck.restored.step == 4
         assert ck.state["y"].unique().tolist() == [2.0]
-
-
-def test_the_stall_that_is_reported_is_all_that_training_stood_still_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is found elsewhere is looked for, and bound, before it is copied; the policy has to know of that."""
-    job = Value()
-    job.begin()
-    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6)) as ck:
-        for _ in ck.steps(1):
-            ck.step()
-        ck.save().wait("store", timeout_s=60)
-        saver, told = ck._parts.saver, []
-        monkeypatch.setattr(Link, "notify", lambda link, kind, fields: told.append((kind, fields)))
-        walk = saver.walker.walk
-
-        def slow() -> Any:
-            time.sleep(0.3)
-            return walk()
-
-        monkeypatch.setattr(saver.walker, "walk", slow)
-        ck.state["y"] = ck.state["y"] + 1
-        number, _, _ = ready(saver.link)
-        began_s = time.perf_counter()
-        assert saver.take(10**6, number, Version(2)) == ""
-        saver.wait_for_copies()
-        took_s = time.perf_counter() - began_s
-        monkeypatch.undo()
-    ((kind, fields),) = told
-    assert kind == "snapshot-staged"
-    assert 0.3 <= fields["stall_s"] <= took_s
 
 
 def _last(lines: list[Line], key: str, rank: int) -> Line:

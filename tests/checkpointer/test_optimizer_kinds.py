@@ -56,7 +56,7 @@ def test_objects_in_an_optimizers_state_are_refused_after_the_first_step(tmp_pat
     wait_agent_gone(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["conda", "scalableshampoo"])
+@pytest.mark.parametrize("name", ["scalableshampoo"])
 def test_an_object_that_gives_an_optimizers_state_as_bytes_is_a_way_out(tmp_path: Path, name: str) -> None:
     whole = run(tmp_path / "whole", name, 8, seed=1, wrap=AsBytes)
     assert run(tmp_path / "run", name, 4, seed=1, wrap=AsBytes) == whole[:4]

@@ -61,9 +61,8 @@ def knock_as(user: int, place: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701])
-def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, runtime_dir: Path, mode: int) -> None:
-    runtime_dir.chmod(mode)
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, runtime_dir: Path) -> None:
+    runtime_dir.chmod(0o701)
     with pytest.raises(ckpt.AgentError, match="0700"), ckpt.Checkpointer(tmp_path, make().state):
         raise AssertionError("it was entered")
     assert list(runtime_dir.iterdir()) == []

@@ -66,10 +66,6 @@ def test_ranks_that_save_together_are_those_of_their_process_group(saw: Saw) -> 
     assert sums[0] == sums[1] != sums[2] == sums[3]
 
 
-def test_a_sharded_model_begins_with_the_weights_of_a_folder(saw: Saw) -> None:
-    assert saw(together.weights_to_begin_with) == [{"same": True, "from": True}] * RANKS
-
-
 def test_without_a_head_in_the_weights_no_rank_begins_and_without_strict_all_begin_with_the_rest(saw: Saw) -> None:
     body, head = (["body.weight", "body.bias"], ["head.weight", "head.bias"])
     for rank, each in enumerate(saw(together.weights_without_a_head)):
@@ -175,3 +171,21 @@ def test_what_was_refused_to_some_ranks_is_refused_to_the_others_by_the_next_age
         assert each["said"], f"rank {rank} saved what others were refused"
         assert "did not answer" not in each["said"], "it waited for ranks that had gone on, as long as an exit may take"
         assert each["committed"] == 2
+
+
+def test_each_rank_says_what_it_left_to_others_and_what_differs(saw: Saw) -> None:
+    """In its receipt; and the lowest rank is told of the job's commits."""
+    model_bytes, own_bytes, found = 4 * (200 * 200 + 200) * 4, 5000 * 4, saw(together.receipts)
+    first = [each["first"]["receipt"] for each in found]
+    for said in first:
+        (replicas,) = [text for text in said["proven"] if text.startswith("replicas of ")]
+        assert "MiB that other ranks stage" in replicas
+        assert [text for text in said["fell_back"] if text.startswith("own saved per rank")]
+    staged = sum(said["bytes"]["local"] for said in first)
+    once = 3 * (model_bytes + RANKS * own_bytes)  # the exit finds the last step saved
+    assert once <= staged < once + model_bytes, "the model was staged on several ranks"
+    assert [said["commits"] for said in first] == [3, 0, 0, 0]
+    for each in found:
+        read = {what: count for what, count in each["again"]["receipt"]["bytes"].items() if "restored from" in what}
+        assert sum(read.values()) > 0
+        assert each["again"]["restored"] == 1

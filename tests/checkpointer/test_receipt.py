@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from torch import nn
 
 import ckpt
@@ -13,10 +12,6 @@ from ckpt.events import Event
 from ckpt.trainer.loop.run_report import FALLBACK_MESSAGES_MAX, MESSAGE_CHARS_MAX, RunReport
 from tests.checkpointer.loops import make, wait_agent_gone
 from tests.checkpointer.runs import Seen, run
-from tests.checkpointer.scripts import torchrun
-
-MODEL_BYTES = 4 * (200 * 200 + 200) * 4
-OWN_BYTES = 5000 * 4
 
 
 def test_at_the_exit_it_says_what_reached_each_level(tmp_path: Path) -> None:
@@ -80,26 +75,6 @@ def test_a_checkpoint_that_was_passed_over_is_what_fell_back(tmp_path: Path) -> 
     assert again.ck.receipt["fell_back"] == event.data["fell_back"]
 
 
-@pytest.mark.torchrun
-def test_each_rank_says_what_it_left_to_others_and_what_differs(tmp_path: Path) -> None:
-    lines = torchrun(tmp_path / "log", 2, "tests.checkpointer.receipts", str(tmp_path / "run")).end()
-    found = {(line["start"], line["rank"]): line for line in lines}
-    first = [found["first", rank]["receipt"] for rank in range(2)]
-    for said in first:
-        (replicas,) = [text for text in said["proven"] if text.startswith("replicas of ")]
-        assert "MiB that other ranks stage" in replicas
-        assert [text for text in said["fell_back"] if text.startswith("own saved per rank")]
-    staged = sum(said["bytes"]["local"] for said in first)
-    assert staged >= 3 * (MODEL_BYTES + 2 * OWN_BYTES)  # the exit finds the last step saved
-    assert staged < 3 * (MODEL_BYTES + 2 * OWN_BYTES) + MODEL_BYTES, "the model was staged on both ranks"
-    assert [said["commits"] for said in first] == [3, 0], "the lowest rank is told of the job's commits"
-    for rank in range(2):
-        again = found["again", rank]
-        read = {what: count for what, count in again["receipt"]["bytes"].items() if what.startswith("restored from ")}
-        assert sum(read.values()) > 0  # from memory, where the former start's agent has not ended yet
-        assert len(again["restored"]) == 1
-
-
 def test_what_fell_back_is_bounded_and_in_one_line() -> None:
     receipt = RunReport()
     for number in range(2 * FALLBACK_MESSAGES_MAX):
@@ -109,20 +84,3 @@ def test_what_fell_back_is_bounded_and_in_one_line() -> None:
     receipt.fallbacks = receipt.fallback_messages
     assert "\n" not in receipt.line() + receipt.restored_line()
     assert all(len(text) <= MESSAGE_CHARS_MAX and text.endswith("x ...") for text in receipt.fallback_messages)
-
-
-def test_a_restore_and_an_exit_say_in_the_same_words_what_a_restart_lost() -> None:
-    receipt = RunReport(start_step=2, end_step=3, restored_from="step 2 from the store", steps_lost=7)
-    assert receipt.restored_line().startswith("ckpt: resumed at step 2 from the store, 7 steps to redo")
-    assert receipt.line().startswith("ckpt: resumed at step 2 from the store, 7 steps redone;")
-    receipt.steps_lost = receipt.snapshot_count = receipt.committed.commits = 1
-    assert ", 1 step to redo" in receipt.restored_line()
-    for part in (", 1 step redone; ", "; 1 checkpoint; ", ", 0.0 KiB stored"):
-        assert part in receipt.line()
-
-
-def test_a_run_that_was_at_its_end_already_says_that_it_made_no_steps() -> None:
-    receipt = RunReport(start_step=48, end_step=48, restored_from="step 48 from the store")
-    assert receipt.line().startswith("ckpt: resumed at step 48 from the store; no step was made;")
-    receipt.end_step = 50
-    assert receipt.line().startswith("ckpt: resumed at step 48 from the store; ended at step 50;")

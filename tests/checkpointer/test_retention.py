@@ -72,83 +72,24 @@ def test_what_does_not_change_is_written_once_by_all_starts_of_a_run(tmp_path: P
     assert torch.equal(last.model.weight, again.model.weight)
 
 
-def test_an_agent_that_takes_over_writes_once_more_and_then_refers_again(tmp_path: Path) -> None:
-    """It has seen no record that it could refer to, but its own first one."""
-    job, seen = Tuning(0.0), Seen()
-    with ckpt.Checkpointer(tmp_path, job.state, codec="raw", sinks=(seen,)) as ck:
-        job.save_steps(ck, 2)
-        kill_agent(tmp_path)
-        seen.wait("agent.restarted")
-        job.save_steps(ck, 4)
-    wait_agent_gone(tmp_path)
-    found = referred(seen)
-    assert found[4] >= FROZEN_BYTES, found
-    assert stored_bytes(tmp_path) < 3 * FROZEN_BYTES
-    again = Tuning(9.0)
-    with ckpt.Checkpointer(tmp_path, again.state) as ck:
-        assert ck.restored.step == 4
-    assert torch.equal(again.frozen, job.frozen)
-
-
 def listed(url: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return [row["step"] for row in command(monkeypatch, "ls", url, "--json").json["checkpoints"]]
 
 
-@pytest.mark.parametrize(
-    ("keep", "kept"),
-    [
-        (ckpt.Keep(last=2), [4, 5]),
-        (ckpt.Keep(best=ckpt.Best("loss", "min")), [2, 5]),
-        (ckpt.Keep(last=1, every=2, best=ckpt.Best("loss", "max")), [1, 2, 4, 5]),
-    ],
-    ids=["last", "best", "all three"],
-)
-def test_a_running_job_keeps_what_its_rule_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: ckpt.Keep, kept: list[int]
-) -> None:
+def test_a_running_job_keeps_what_its_rule_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its agent decides after each commit; what goes is listed and restored no more, and is told."""
-    job, seen = make(), Seen()
-    with ckpt.Checkpointer(tmp_path, job.state, keep=keep, sinks=(seen,)) as ck:
-        for step, loss in zip(ck.steps(4), (0.9, 0.1, 0.5, 0.4), strict=True):
-            job.train(step)
+    keep, of_step = ckpt.Keep(last=1, every=2, best=ckpt.Best("loss", "max")), (0.9, 0.1, 0.5, 0.4)
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        if step < 5:  # leaving saves that
             ck.step()
-            ck.save(metrics={"loss": loss}).wait("store", timeout_s=60)
-        job.train(5)
-        ck.step()  # leaving saves it
-    wait_agent_gone(tmp_path)
-    assert listed(tmp_path, monkeypatch) == kept
+            ck.save(metrics={"loss": of_step[step - 1]}).wait("store", timeout_s=60)
+
+    seen = run(tmp_path, 5, make(), at, keep=keep).seen
+    assert listed(tmp_path, monkeypatch) == [1, 2, 4, 5]
     assert seen.named("prune.failed") == []
     assert any("retired 1 checkpoint " in event.message for event in seen.named("prune.done"))
-    with ckpt.Checkpointer(tmp_path, make(seed=3).state) as ck:
-        assert ck.restored.step == 5
-
-
-def test_a_prune_of_a_running_job_at_any_moment_costs_it_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asked for again and again, with a commit or another under way: what is the newest by then stays, and is whole."""
-    job, seen, found, newest, retired = make(), Seen(), list[float](), 0, 0
-    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6), sinks=(seen,)) as ck:
-        for step in ck.steps(40):
-            found.append(job.train(step))
-            ck.step()
-            handle = ck.save()
-            if step == 1:
-                handle.wait("store", timeout_s=60)
-            elif step % 2:
-                said = command(monkeypatch, "prune", tmp_path, "--last", "1", "--yes")
-                assert said.code == 0, said
-                retired += said.out.count("retired:\n  step ")
-                last = max(listed(tmp_path, monkeypatch))
-                assert last >= newest
-                newest = last
-    wait_agent_gone(tmp_path)
-    assert retired > 2
-    assert {"save.failed", "commit.failed", "prune.failed", "store.lost"}.isdisjoint(each.name for each in seen.events)
-    assert command(monkeypatch, "verify", tmp_path).code == 0
-    again = run(tmp_path, 43)
-    assert (again.from_step, again.ck.restored.level) == (40, "store")
-    assert found + again.losses == losses(43)
+    assert run(tmp_path, 5).from_step == 5
 
 
 def test_a_run_that_is_pruned_all_the_time_and_killed_again_and_again_goes_on_from_its_newest(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.format import values
-from tests.checkpointer.kinds import Job, bits_of, facts
+from tests.checkpointer.kinds import Job, facts
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.runs import Seen
-from tests.checkpointer.scripts import ROOT, Script
-from tests.format.test_values import same
+from tests.checkpointer.scripts import Script
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
 STEPS, MORE = 7, 5
@@ -51,7 +48,7 @@ def differences(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
     return [name for name in sorted(one.keys() | two.keys()) if one.get(name) != two.get(name)]
 
 
-@pytest.mark.parametrize("codec", ["auto", "raw", "zstd", "planes"])
+@pytest.mark.parametrize("codec", ["auto", "planes"])
 def test_every_kind_of_state_comes_back_from_the_store_bit_for_bit(tmp_path: Path, codec: str) -> None:
     job, losses = Job(0), []
     with ckpt.Checkpointer(tmp_path, job.state, codec=codec) as ck:
@@ -59,25 +56,6 @@ def test_every_kind_of_state_comes_back_from_the_store_bit_for_bit(tmp_path: Pat
             losses.append(job.train(step, ck.state))
     wait_agent_gone(tmp_path)
     check_restored(tmp_path, losses, "store")
-
-
-def test_the_stand_alone_reader_reads_every_kind_of_state(tmp_path: Path) -> None:
-    job = Job(0)
-    with ckpt.Checkpointer(tmp_path, job.state) as ck:
-        for step in ck.steps(2):
-            job.train(step, ck.state)
-    wait_agent_gone(tmp_path)
-    reader = runpy.run_path(str(ROOT / "tools" / "read_ckpt.py"))
-    (key,), _ = reader["line"](tmp_path)
-    record = reader["Record"](tmp_path, key)
-    found = {tensor.label: record.read(tensor) for tensor in record.tensors}
-    for name, tensor in job.tensors.items():
-        _, shape, raw = bits_of(tensor)
-        read = found[f"tensors.{name}"]
-        assert (read.shape, read.tobytes()) == (shape, raw), name
-    for label in ("values", "rank-values@rank=0"):
-        data = found[label].tobytes()
-        assert same(reader["read_values"](data), values.decode(data)), label
 
 
 def test_every_kind_of_state_comes_back_from_the_memory_of_a_killed_job(
@@ -110,16 +88,6 @@ class Part(nn.Module):
 F32, F16 = torch.float32, torch.float16
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    model = Part(1.0, same=((3,), F32), gone=((3,), F32), bent=((4, 2), F32), cast=((3,), F32))
-    with ckpt.Checkpointer(tmp_path, {"model": model, "old": torch.ones(2), "count": 5}) as ck:
-        for _ in ck.steps(2):
-            pass
-    wait_agent_gone(tmp_path)
-    return tmp_path
-
-
 def other() -> dict[str, Any]:
     model = Part(7.0, same=((3,), F32), added=((3,), F32), bent=((2, 4), F32), cast=((3,), F16))
     return {"model": model, "new": torch.full((2,), 7.0), "count": 0}
@@ -133,42 +101,37 @@ NAMED = {
 }
 
 
-def test_every_difference_is_named_in_one_message_and_nothing_is_changed(saved: Path) -> None:
-    state = other()
-    with pytest.raises(ckpt.StateMismatch) as raised, ckpt.Checkpointer(saved, state):
-        raise AssertionError("it was entered")
-    wait_agent_gone(saved)
-    for kind, names in NAMED.items():
-        for name in names:
-            assert name in str(raised.value), (kind, str(raised.value))
+def test_every_difference_is_named_and_without_strict_what_fits_is_restored(tmp_path: Path) -> None:
+    """In one message, and then nothing is changed."""
+    model = Part(1.0, same=((3,), F32), gone=((3,), F32), bent=((4, 2), F32), cast=((3,), F32))
+    with ckpt.Checkpointer(tmp_path, {"model": model, "old": torch.ones(2), "count": 5}) as ck:
+        for _ in ck.steps(2):
+            pass
+    wait_agent_gone(tmp_path)
+    state, seen = other(), Seen()
+    with pytest.raises(ckpt.StateMismatch) as raised:
+        ckpt.Checkpointer(tmp_path, state).__enter__()
+    wait_agent_gone(tmp_path)
     assert "model.same" not in str(raised.value)
     assert "strict=False" in str(raised.value)
     assert all(torch.all(parameter == 7.0) for parameter in state["model"].parameters())
     assert state["count"] == 0
-
-
-def test_without_strict_what_fits_is_restored_and_the_rest_is_said(saved: Path) -> None:
-    state, seen = other(), Seen()
-    with ckpt.Checkpointer(saved, state, strict=False, sinks=(seen,)) as ck:
-        assert ck.restored.step == 2
-        model = state["model"]
-        assert torch.all(model.same == 1.0)
-        for name in ("added", "bent", "cast"):
-            assert torch.all(getattr(model, name) == 7.0), name
-        assert torch.all(ck.state["new"] == 7.0)
-        assert ck.state["count"] == 5
+    with ckpt.Checkpointer(tmp_path, state, strict=False, sinks=(seen,)) as ck:
+        assert (ck.restored.step, ck.state["count"]) == (2, 5)
+        assert torch.all(state["model"].same == 1.0)
+        for tensor in (*(getattr(state["model"], name) for name in ("added", "bent", "cast")), ck.state["new"]):
+            assert torch.all(tensor == 7.0)
         for _ in ck.steps(3):
             pass
-    wait_agent_gone(saved)
-    said = seen.wait("restore.mismatch")
-    assert said.loud
-    for kind, names in NAMED.items():
-        for name in names:
-            assert name in said.message, (kind, said.message)
+    wait_agent_gone(tmp_path)
+    told = seen.wait("restore.mismatch")
+    assert told.loud
+    for said in (str(raised.value), told.message):
+        assert [name for names in NAMED.values() for name in names if name not in said] == []
     again = other()
-    with ckpt.Checkpointer(saved, again) as ck:  # what was saved then has the new structure
+    with ckpt.Checkpointer(tmp_path, again) as ck:  # what was saved then has the new structure
         assert ck.restored.step == 3
-    wait_agent_gone(saved)
+    wait_agent_gone(tmp_path)
     assert torch.all(again["model"].same == 1.0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,50 +14,6 @@ from torch import nn
 import ckpt
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.scripts import torchrun
-
-
-def test_a_layer_that_is_unfrozen_is_in_the_next_checkpoint(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model[0].requires_grad_(False)
-    optim = torch.optim.Adam(model.parameters(), lr=0.1)
-    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, policy=ckpt.Every(steps=2)) as ck:
-        for step in ck.steps(1000):
-            if step == 20:
-                model[0].requires_grad_(True)
-            optim.zero_grad()
-            model(torch.ones(3, 4)).square().mean().backward()
-            optim.step()
-            time.sleep(0.005)
-            if step > 20 and (done := ck.receipt["committed_step"]) and done > 21:
-                break
-    moments = optim.state[model[0].weight]["exp_avg"].clone()
-    again = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    other = torch.optim.Adam(again.parameters(), lr=0.1)
-    with ckpt.Checkpointer(tmp_path, {"model": again, "optim": other}) as ck:
-        assert ck.restored.step == step
-        assert torch.equal(other.state[again[0].weight]["exp_avg"], moments)
-
-
-def test_moments_are_saved_though_somebody_has_looked_for_them_before_the_first_step(tmp_path: Path) -> None:
-    """optimizer.state is a defaultdict: a logger that only reads leaves an empty dict, which the first step fills."""
-    model = nn.Linear(4, 4)
-    optim = torch.optim.Adam(model.parameters(), lr=0.1)
-    assert [optim.state[parameter].get("exp_avg") for parameter in model.parameters()] == [None, None]
-    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, policy=ckpt.Every(steps=2)) as ck:
-        for _ in ck.steps(5):
-            optim.zero_grad()
-            model(torch.ones(3, 4)).square().mean().backward()
-            optim.step()
-    wait_agent_gone(tmp_path)
-    again = nn.Linear(4, 4)
-    other = torch.optim.Adam(again.parameters(), lr=0.1)
-    with ckpt.Checkpointer(tmp_path, {"model": again, "optim": other}) as ck:
-        assert ck.restored.step == 5
-        for one, two in zip(model.parameters(), again.parameters(), strict=True):
-            assert {k: v.tolist() for k, v in other.state[two].items()} == {
-                k: v.tolist() for k, v in optim.state[one].items()
-            }
 
 
 class Scaled(nn.Linear):
@@ -129,31 +84,6 @@ def test_no_checkpoint_refers_to_a_tensor_that_it_does_not_hold(late: int, tmp_p
     assert again["fickle"].held["late"].tolist() == [5.0, 5.0]
 
 
-def test_replaced_tensors_are_saved_as_they_are_now(tmp_path: Path) -> None:
-    """opt.load_state_dict, p.data = and a reassigned buffer move storage under equal names."""
-    torch.manual_seed(0)
-    model = nn.BatchNorm1d(6)
-    optim = torch.optim.Adam(model.parameters(), lr=0.1)
-    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}) as ck:
-        for step in ck.steps(4):
-            optim.zero_grad()
-            model(torch.randn(8, 6)).square().mean().backward()
-            optim.step()
-            ck.step()
-            ck.save().wait("local", timeout_s=60)
-            if step == 2:
-                optim.load_state_dict(optim.state_dict())
-                model.weight.data = torch.full((6,), 5.0)
-                model.running_mean = torch.full((6,), 7.0)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    again = nn.BatchNorm1d(6)
-    other = torch.optim.Adam(again.parameters(), lr=0.1)
-    with ckpt.Checkpointer(tmp_path, {"model": again, "optim": other}) as ck:
-        assert ck.restored.step == 4
-        for name, value in again.state_dict().items():
-            assert torch.equal(value, expected[name]), name
-
-
 def test_a_fence_before_a_change_by_hand_keeps_the_snapshot_whole(tmp_path: Path) -> None:
     """EMA-like edits under no_grad in the middle of a step, after ck.fence(): late copies stay trusted, and what an
     appointment took is of one step."""
@@ -194,36 +124,6 @@ def test_a_fence_before_a_change_by_hand_keeps_the_snapshot_whole(tmp_path: Path
     with ckpt.Checkpointer(tmp_path, {"model": again, "optim": other}) as ck:
         assert again.weight.detach().unique().tolist() == [float(ck.restored.step)]
         assert ck.restored.step > 5
-
-
-def test_a_state_that_cannot_be_saved_any_more_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
-    model = nn.Linear(4, 4)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = 0
-    ck = ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, policy=ckpt.Every(steps=1))
-    ck.__enter__()
-    for step in ck.steps(8):
-        if step == 3:
-            optim.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-        model(torch.ones(2, 4)).sum().backward()
-        optim.step()
-        steps += 1
-        if step == 3:
-            ck.step()
-            with pytest.raises(ckpt.SaveFailed, match="belongs to no module"):
-                ck.save().wait(timeout_s=30)
-    with pytest.raises(ckpt.CommitFailed, match="belongs to no module"):
-        ck.__exit__(None, None, None)
-    assert steps == 8
-
-
-@pytest.mark.torchrun
-def test_a_replica_that_ceases_to_be_one_is_noticed_and_saved_per_rank(tmp_path: Path) -> None:
-    lines = torchrun(tmp_path / "log", 2, "tests.checkpointer.replicas", str(tmp_path / "run")).end()
-    assert all(line["same"] for line in lines), lines
-    assert {line["rank"] for line in lines} == {0, 1}
-    assert lines[0]["step"] < 100_000
-    assert any(line["loud"] for line in lines)
 
 
 @pytest.mark.torchrun

@@ -80,31 +80,15 @@ def groups_of_their_own(job: Job) -> dict[str, Any]:
     return {"came": [first[0], second[0]], "same": same, "own": second[2].tolist(), "sum": first[1].sum().item()}
 
 
-def weights_to_begin_with(job: Job) -> dict[str, Any]:
-    """init= under FSDP2, from a folder of .safetensors files."""
-    torch.manual_seed(3)
-    wanted = nn.Linear(6, 7).state_dict()
-    folder = job.folder / "weights"
+def weights_without_a_head(job: Job) -> dict[str, Any]:
+    """init= under FSDP2, from files that do not have all of the model: refused first, and then with strict=False."""
+    torch.manual_seed(5)
+    wanted = {f"body.{name}": value for name, value in nn.Linear(6, 7).state_dict().items()}
+    folder, url = job.folder / "weights", job.folder / "head"
     if job.rank == 0:
         folder.mkdir()
         for name, value in wanted.items():
             save_file({name: value}, folder / f"{name}.safetensors")
-    dist.barrier()
-    torch.manual_seed(4)
-    model = fully_shard(nn.Linear(6, 7), mesh=init_device_mesh("cpu", (4,)))
-    with ckpt.Checkpointer(job.folder / "init", {"model": model}, init=folder, policy=LATER) as ck:
-        same = all(torch.equal(p.full_tensor(), wanted[name]) for name, p in model.named_parameters())
-    job.ended(job.folder / "init")
-    return {"same": same, "from": ck.restored.source == f"weights of {folder}"}
-
-
-def weights_without_a_head(job: Job) -> dict[str, Any]:
-    """init= under FSDP2, from a file that does not have all of the model: refused first, and then with strict=False."""
-    torch.manual_seed(5)
-    wanted = {f"body.{name}": value for name, value in nn.Linear(6, 7).state_dict().items()}
-    file, url = job.folder / "body.safetensors", job.folder / "head"
-    if job.rank == 0:
-        save_file(wanted, file)
     dist.barrier()
 
     def start(strict: bool) -> dict[str, Any]:
@@ -112,7 +96,7 @@ def weights_without_a_head(job: Job) -> dict[str, Any]:
         model = fully_shard(whole, mesh=init_device_mesh("cpu", (4,)))
         before, seen, error = weights_of(model), Seen(), None
         try:
-            with ckpt.Checkpointer(url, {"model": model}, init=file, strict=strict, policy=LATER, sinks=(seen,)):
+            with ckpt.Checkpointer(url, {"model": model}, init=folder, strict=strict, policy=LATER, sinks=(seen,)):
                 pass
         except ckpt.CkptError as exc:
             error = [type(exc).__name__, str(exc)]
@@ -411,6 +395,25 @@ def refused_before_the_agent_died(job: Job) -> dict[str, Any]:
     return {"said": said, "committed": ck.receipt["committed_step"]}
 
 
+def receipts(job: Job) -> dict[str, Any]:
+    """What they say at the exit, and on a restore."""
+    url = job.folder / "receipts"
+    torch.manual_seed(0)
+    model, found = nn.Sequential(*(nn.Linear(200, 200) for _ in range(4))), {}
+    state = {"model": model, "own": torch.full((5000,), float(job.rank))}
+    for start, steps in (("first", 3), ("again", 4)):
+        seen = Seen()
+        with ckpt.Checkpointer(url, state, policy=LATER, codec="raw", sinks=(seen,)) as ck:
+            for _ in ck.steps(steps):
+                with torch.no_grad():
+                    model[0].weight += 1
+                ck.step()
+                ck.save().wait("store", timeout_s=60)
+        found[start] = {"receipt": ck.receipt, "restored": len(seen.named("restored"))}
+        job.ended(url)
+    return found
+
+
 def _refused(ck: ckpt.Checkpointer) -> str:
     try:
         ck.save().wait("local", timeout_s=60)
@@ -421,7 +424,6 @@ def _refused(ck: ckpt.Checkpointer) -> str:
 
 CHECKS = (
     groups_of_their_own,
-    weights_to_begin_with,
     weights_without_a_head,
     damage,
     change_on_one_rank,
@@ -429,6 +431,7 @@ CHECKS = (
     agent_that_dies,
     stages_of_which_one_is_sharded,
     refused_before_the_agent_died,
+    receipts,
 )
 
 

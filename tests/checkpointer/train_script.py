@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -36,6 +37,9 @@ def main() -> None:
     parser.add_argument("--busy-at", type=int, default=0, help="rank 1 holds the GIL for 6 s in that step")
     parser.add_argument("--evaluate-at", type=int, default=0, help="after that step batches follow, with ck.poll()")
     parser.add_argument("--die-at", type=int, default=0, help="rank 1 is killed there, in the first attempt")
+    parser.add_argument("--raise-at", type=int, default=0, help="rank 1 raises there, in the first attempt")
+    parser.add_argument("--fork-at", type=int, default=0, help="it is killed there; a process that it forked lives on")
+    parser.add_argument("--bandwidth", type=float, help="to the store, bytes/s")
     parser.add_argument("--handler", action="store_true", help="there is a handler of SIGTERM before the block")
     parser.add_argument("--save-at", type=int, nargs="*", default=(), help="explicit saves, not waited for")
     parser.add_argument("--workers", type=int, default=0, help="batches come from a loader that has so many")
@@ -46,7 +50,8 @@ def main() -> None:
     if distributed:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if distributed else 0
-    job = make(args.seed)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    job = make(args.seed + attempt)
     noise = torch.Generator().manual_seed(args.seed)
     more = torch.randint(-(1 << 31), 1 << 31, (args.mib << 18,), dtype=torch.int32, generator=noise)
     more[:1] = 0
@@ -59,12 +64,14 @@ def main() -> None:
     loader = StatefulDataLoader(order, **own) if args.workers else None
     if args.handler:
         signal.signal(signal.SIGTERM, lambda number, frame: say(handled=number))
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if args.raise_at and rank == 1:
+        sys.excepthook = lambda *what: (say(raised=True), sys.__excepthook__(*what))  # the block is left by then
     with ckpt.Checkpointer(
         args.url,
         {**job.state, **({"more": more} if args.mib else {}), **({"loader": loader} if loader else {})},
         policy=ckpt.Adaptive(at_risk_s=args.at_risk) if args.at_risk else ckpt.Every(steps=args.every),
         take_over=args.take_over,
+        limits=ckpt.Limits(bandwidth=args.bandwidth),
         sinks=(lambda event: say(event=event.name, message=event.message),),
     ) as ck:
         assert not args.mib or int(more[0]) == ck.restored.step, "it holds another step than it says"
@@ -80,11 +87,21 @@ def main() -> None:
                 ck.step()
                 saved = ck.save()
             time.sleep(args.pace)
-            if saved is not None and step in (args.die_at, args.stuck_at) and not attempt:
+            if saved is not None and step in (args.die_at, args.fork_at, args.raise_at, args.stuck_at) and not attempt:
                 saved.wait("local", timeout_s=60)  # however slowly it is copied and hashed
             if step == args.die_at and rank == 1 and not attempt:
                 say(dies=step)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if step == args.fork_at:
+                libc = ctypes.PyDLL(None)
+                worker = libc.fork()  # what the interpreter does after os.fork(), to let go of it, does not happen
+                if worker == 0:
+                    libc.sleep(300)
+                    libc._exit(0)
+                say(worker=worker)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == args.raise_at and rank == 1 and not attempt:
+                raise RuntimeError("as told")
             if step == args.evaluate_at:
                 ck.step()
             for _ in range(1800 if step == args.evaluate_at else 0):

@@ -17,12 +17,13 @@ import pytest
 from tests import servers
 
 ROOT = Path(__file__).parents[2]
-SLOW = ("--bandwidth", "10e6")  # a save takes a second: beside other tests the demo comes late to kill in its midst
+# A save takes a second: beside other tests the demo comes late to kill in its midst.
+QUICK = ("--steps", "70", "--every", "10", "--bandwidth", "10e6")
 
 
 @pytest.mark.torchrun
 def test_the_demo_loses_nothing_and_says_so(tmp_path: Path) -> None:
-    check(demo("--folder", str(tmp_path / "demo"), *SLOW), steps=160, every=20)
+    check(demo("--folder", str(tmp_path / "demo"), *QUICK), steps=70, every=10)
 
 
 @pytest.mark.torchrun
@@ -38,8 +39,7 @@ def test_the_demo_does_the_same_against_the_server_that_the_readme_starts(tmp_pa
     assert train == "make demo STORE=s3://bucket/demo"
     env = dict(word.split("=", 1) for word in shlex.split(export)[1:])
     with servers.running([servers.program("rclone"), *words], port):
-        quick = ("--steps", "70", "--every", "10")
-        done = demo("--folder", str(tmp_path / "demo"), "--store", "s3://bucket/demo", *quick, *SLOW, **env)
+        done = demo("--folder", str(tmp_path / "demo"), "--store", "s3://bucket/demo", *QUICK, **env)
     check(done, steps=70, every=10)
     assert "What it made is in s3://bucket/demo/" in done.stdout
     stored = [path for path in (tmp_path / "s3" / "bucket" / "demo").rglob("*") if "commits" in path.parts]

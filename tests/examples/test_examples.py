@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -37,30 +36,3 @@ def test_an_example_restarts_bit_for_bit(
     assert body["step"] == int(steps)
     assert body["killed_after"] < int(steps)
     assert all("['python']" in part or "['numpy']" in part for part in body["unused"])
-
-
-def test_a_running_job_can_be_watched_pruned_and_asked_to_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "one_device.py"), str(tmp_path / "run")]
-    job = subprocess.Popen([*program, "--steps", "1000000"], stdout=subprocess.PIPE, text=True)
-    with job:
-        assert job.stdout is not None
-        try:
-            while len(ckpt(monkeypatch, "ls", tmp_path / "run", "--json").json.get("checkpoints", ())) < 3:
-                assert job.stdout.readline(), "the job ended by itself"
-            seen = ckpt(monkeypatch, "watch", tmp_path / "run", "--once", "--json").json
-            assert seen["job"]["world"] == 1
-            pruned = ckpt(monkeypatch, "prune", tmp_path / "run", "--last", "1", "--yes", "--json").json
-            assert len(pruned["retire"]) >= 2
-            asked = ckpt(monkeypatch, "preempt", tmp_path / "run", "--deadline-s", "60")
-            assert asked.code == 0, asked.err
-            job.stdout.read()
-            assert job.wait(60) == 143
-        finally:
-            job.kill()
-    left = ckpt(monkeypatch, "ls", tmp_path / "run", "--json").json["checkpoints"]
-    assert ckpt(monkeypatch, "verify", tmp_path / "run").code == 0
-    assert left[-1]["step"] > 20
-    said = ckpt(monkeypatch, "watch", tmp_path / "run", "--once")
-    assert (said.code, "none runs" in said.out) == (0, True)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.checkpointer.scripts import Script as Launched
 from tests.checkpointer.test_launchers import Container, needs_container
-from tests.integrations.runs import REPOSITORY, Script
+from tests.integrations.runs import REPOSITORY, Script, undisturbed
 from tests.servers import free_port
 
 LAUNCHERS = REPOSITORY / "examples" / "launchers"
@@ -170,17 +168,11 @@ class Pods:
         ]
 
 
-def undisturbed(tmp_path: Path) -> Script:
-    script = Script(PROGRAM, tmp_path / "undisturbed", (str(tmp_path / "other"), f"--steps={STEPS}"), world=2)
-    script.run()
-    return script
-
-
-def wait_for(script: Script, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(script: Script, step: int, by: Launched) -> None:
     deadline = time.monotonic() + 120
     while not any(each.step >= step for each in script.steps()):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
+        assert by.process.poll() is None, by.log.read_text()
+        assert time.monotonic() < deadline, by.log.read_text()
         time.sleep(0.05)
 
 
@@ -207,7 +199,7 @@ def test_an_evicted_pod_has_all_pods_leave_at_one_step_and_new_pods_go_on(
 
     found = Script(PROGRAM, tmp_path / "records")
     first, second = pods.start()
-    wait_for(found, 20, first.script.process, first.script.log)
+    wait_for(found, 20, first.script)
     assert second.stop(grace_s) not in (0, -signal.SIGKILL)
     assert first.script.process.wait(60) not in (0, -signal.SIGKILL)
     outcome = json.loads(Path(env["CKPT_OUTCOME_FILE"]).read_text())
@@ -215,20 +207,8 @@ def test_an_evicted_pod_has_all_pods_leave_at_one_step_and_new_pods_go_on(
     assert outcome["step"] == len(found.steps(0)) == len(found.steps(1)) < STEPS
 
     for pod in pods.start():
-        assert pod.script.process.wait(180) == 0, pod.script.log.read_text()
-    check_same(found, undisturbed(tmp_path))
-
-
-@pytest.fixture
-def cloud(tmp_path: Path, runtime_dir: Path) -> Iterator[Cloud]:
-    made = Cloud(tmp_path, runtime_dir)
-    try:
-        yield made
-    finally:
-        for process in made.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        pod.script.end(180)
+    check_same(found, undisturbed(PROGRAM, tmp_path, STEPS))
 
 
 class Cloud:
@@ -237,10 +217,10 @@ class Cloud:
     def __init__(self, folder: Path, runtime_dir: Path) -> None:
         self.folder, self.runtime_dir = folder, runtime_dir
         (self.task,) = documents("sky.yaml")
-        self.running: list[subprocess.Popen[bytes]] = []
         self.notice = folder / "notice"
+        self.nodes = 0
 
-    def start(self) -> list[subprocess.Popen[bytes]]:
+    def start(self) -> list[Launched]:
         run = self.task["run"]
         for old, new in {
             "torchrun": f"{sys.executable} -m torch.distributed.run",
@@ -250,15 +230,12 @@ class Cloud:
         }.items():
             assert old in run
             run = run.replace(old, new)
-        self.running = [
-            self._node(run, rank, len(list(self.folder.glob("node-*")))) for rank in range(self.task["num_nodes"])
-        ]
-        return self.running
+        return [self._node(run, rank) for rank in range(self.task["num_nodes"])]
 
-    def _node(self, run: str, rank: int, number: int) -> subprocess.Popen[bytes]:
-        home = self.folder / f"node-{number}"
+    def _node(self, run: str, rank: int) -> Launched:
+        home = self.folder / f"node-{self.nodes}"
         home.mkdir()
-        env: Mapping[str, str] = {
+        env = {
             "SKYPILOT_NUM_NODES": "2",
             "SKYPILOT_NUM_GPUS_PER_NODE": "1",
             "SKYPILOT_NODE_RANK": str(rank),
@@ -269,34 +246,28 @@ class Cloud:
             "CKPT_NOTICES": "given",
             "CKPT_NOTICE_FILE": str(self.notice),
             "CKPT_LISTEN": "127.0.0.1:0",
-            "CKPT_RUNTIME_DIR": str(self.runtime_dir / str(number)),
+            "CKPT_RUNTIME_DIR": str(self.runtime_dir / str(self.nodes)),
             "RECORDS": str(self.folder / "records"),
-            "PYTHONPATH": str(REPOSITORY),
-            "OMP_NUM_THREADS": "1",
         }
-        with (home / "log").open("wb") as out:
-            return subprocess.Popen(
-                ["bash", "-c", run],
-                env=os.environ | env,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=REPOSITORY,
-                start_new_session=True,
-            )
+        self.nodes += 1
+        return Launched(["bash", "-c", run], home / "log", env)
 
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(400)
-def test_a_task_of_skypilot_leaves_by_a_notice_with_the_code_that_recovers_it(cloud: Cloud, tmp_path: Path) -> None:
-    found = Script(PROGRAM, tmp_path / "records")
+def test_a_task_of_skypilot_leaves_by_a_notice_with_the_code_that_recovers_it(
+    tmp_path: Path, runtime_dir: Path
+) -> None:
+    cloud, found = Cloud(tmp_path, runtime_dir), Script(PROGRAM, tmp_path / "records")
     first, second = cloud.start()
-    wait_for(found, 20, first, tmp_path / "node-0" / "log")
+    wait_for(found, 20, first)
     cloud.notice.write_text("+30")
-    assert first.wait(120) in cloud.task["resources"]["job_recovery"]["recover_on_exit_codes"]
-    assert second.poll() is None, "the code of the other node comes later"
-    assert second.wait(60) not in (0, 143)
+    assert first.process.wait(120) in cloud.task["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert second.process.poll() is None, "the code of the other node comes later"
+    assert second.process.wait(60) not in (0, 143)
     assert len(found.steps(0)) == len(found.steps(1)) < STEPS
 
     cloud.notice.unlink()
-    assert [each.wait(180) for each in cloud.start()] == [0, 0]
-    check_same(found, undisturbed(tmp_path))
+    for node in cloud.start():
+        node.end(180)
+    check_same(found, undisturbed(PROGRAM, tmp_path, STEPS))

@@ -14,7 +14,7 @@ import pytest
 
 from tests.examples import slurm
 from tests.examples.slurm import Cluster
-from tests.integrations.runs import REPOSITORY, Script
+from tests.integrations.runs import REPOSITORY, Script, undisturbed
 
 PROGRAM = REPOSITORY / "tests" / "examples" / "launched.py"
 STEPS = 800
@@ -65,12 +65,6 @@ class Job:
             time.sleep(0.2)
 
 
-def undisturbed(tmp_path: Path) -> Script:
-    script = Script(PROGRAM, tmp_path / "undisturbed", (str(tmp_path / "other"), f"--steps={STEPS}"), world=2)
-    script.run()
-    return script
-
-
 def test_each_member_of_an_array_leaves_before_its_limit_is_requeued_and_goes_on(site: Cluster, tmp_path: Path) -> None:
     job = Job(site, tmp_path, "--array=0-1")
     members = ("0", "1")
@@ -81,7 +75,7 @@ def test_each_member_of_an_array_leaves_before_its_limit_is_requeued_and_goes_on
     assert time.time() < began_s + 120, "and not because the limit had come"
     site.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
     job.wait(lambda: all(job.state(member)["JobState"] == "COMPLETED" for member in members))
-    wanted = undisturbed(tmp_path)
+    wanted = undisturbed(PROGRAM, tmp_path, STEPS)
     for member in members:
         found = Script(PROGRAM, job.records / member)
         said = (tmp_path / f"log-{job.id}_{member}.txt").read_text()
@@ -111,7 +105,7 @@ def test_a_job_that_lost_a_rank_is_requeued_and_goes_on_from_the_newest_commit(s
     assert job.state()["Restarts"] == "1"
     (restored,) = {int(each) for each in re.findall(r"restored ([1-9]\d*) from", job.said())}
     assert restored >= 50
-    wanted = undisturbed(tmp_path)
+    wanted = undisturbed(PROGRAM, tmp_path, STEPS)
     for rank in range(2):
         assert Script(PROGRAM, job.records).trajectory(rank) == wanted.trajectory(rank)
 

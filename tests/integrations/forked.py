@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from tests.integrations.runs import Life, Script
+from tests.servers import free_port
 
 
 @contextlib.contextmanager
@@ -35,12 +35,6 @@ def server(*modules: str) -> Iterator[None]:
     finally:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 @dataclass

@@ -115,6 +115,13 @@ class Script:
         return {each.step: (each.loss, each.samples) for each in self.steps(rank)}
 
 
+def undisturbed(program: Path, folder: Path, steps: int) -> Script:
+    """Of two ranks, with a run of its own."""
+    script = Script(program, folder / "undisturbed", (str(folder / "other"), f"--steps={steps}"), world=2)
+    script.run()
+    return script
+
+
 @dataclass
 class Life:
     """One run of a script, from its start to its end or kill."""

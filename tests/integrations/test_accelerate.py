@@ -6,22 +6,16 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.forked import Forked, server
+from tests.integrations.forked import Forked
 from tests.integrations.runs import Script
 
 SCRIPTS = Path(__file__).parent / "scripts"
+PRELOADED = ("accelerate", "peft", "ckpt.integrations.accelerate")
 ENV = {"CKPT_LINGER_S": "20", "CKPT_NOTICES": "given", "CUDA_VISIBLE_DEVICES": ""}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def accelerate() -> Iterator[None]:
-    with server("accelerate", "peft", "ckpt.integrations.accelerate"):
-        yield
 
 
 def forked(name: str, folder: Path, records: str, words: tuple[str, ...], world: int = 0, how: str = "ckpt") -> Forked:

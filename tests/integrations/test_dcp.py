@@ -127,21 +127,6 @@ def test_the_tensors_of_a_checkpointer_and_of_dcp_go_both_ways(tmp_path: Path) -
     assert torch.equal(found["model"]["weight"], model.weight + 1)
 
 
-def test_a_save_that_fails_leaves_the_one_before_as_the_newest(tmp_path: Path) -> None:
-    class FailingPlanner(DefaultSavePlanner):
-        def resolve_data(self, write_item):
-            raise OSError("no more")
-
-    save(tmp_path, {"a": torch.ones(3)})
-    with pytest.raises(CheckpointException, match="no more"):
-        save(tmp_path, {"a": torch.zeros(3)}, planner=FailingPlanner())
-    dcp.load(found := {"a": torch.zeros(3)}, storage_reader=Reader(tmp_path))
-    assert found["a"].tolist() == [1.0] * 3
-    save(tmp_path, {"a": torch.full((3,), 2.0)})
-    dcp.load(found, storage_reader=Reader(tmp_path))
-    assert found["a"].tolist() == [2.0] * 3
-
-
 def test_what_cannot_be_saved_is_refused_by_its_name(tmp_path: Path) -> None:
     sparse = torch.eye(3).to_sparse()
     for tensor in (sparse, TwoTensor(torch.ones(3), torch.ones(3))):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpt
-from tests.integrations.forked import Forked, server
+from tests.integrations.forked import Forked
 from tests.integrations.scripts.export_train import PROBE
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft under transformers
 SCRIPT = Path(__file__).parent / "scripts" / "export_train.py"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    with server("transformers.models.llama", "peft", "torch.distributed.fsdp"):
-        yield
+PRELOADED = ("transformers.models.llama", "peft", "torch.distributed.fsdp")
 
 
 def run(folder: Path, *args: str, world: int = 0) -> Forked:
@@ -136,25 +130,21 @@ def test_files_beside_keep_their_folders(tmp_path: Path) -> None:
     assert not (out / ".git").exists()
 
 
-def test_weights_beside_are_refused_at_entry(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "model.safetensors").touch()
-    with pytest.raises(ckpt.UsageError, match=r"base/model\.safetensors cannot be copied beside the weights"):
-        train(tmp_path, {"model": nn.Linear(2, 2)}, ckpt.Export(tmp_path / "out", beside=[base]))
-
-
 @pytest.mark.parametrize(
-    ("state", "options", "says"),
+    ("name", "options", "says"),
     [
-        ({"net": nn.Linear(1, 1)}, {}, "it has net"),
-        ({"model": nn.Linear(1, 1)}, {"dtype": "int3"}, "one of float16"),
-        ({"model": nn.Linear(1, 1)}, {"beside": [7]}, "has int"),
-        ({"model": nn.Linear(1, 1)}, {"beside": ["absent.json"]}, "absent.json"),
+        ("net", {}, "it has net"),
+        ("model", {"dtype": "int3"}, "one of float16"),
+        ("model", {"beside": [7]}, "has int"),
+        ("model", {"beside": ["absent.json"]}, "absent.json"),
+        ("model", {"beside": ["base"]}, r"base/model\.safetensors cannot be copied beside the weights"),
     ],
 )
 def test_an_export_that_cannot_be_made_is_refused_at_entry(
-    tmp_path: Path, state: dict[str, object], options: dict[str, object], says: str
+    tmp_path: Path, name: str, options: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    Path("base/model.safetensors").touch()
     with pytest.raises(ckpt.UsageError, match=says):
-        train(tmp_path, state, ckpt.Export(tmp_path / "out", **options))
+        train(tmp_path, {name: nn.Linear(1, 1)}, ckpt.Export(tmp_path / "out", **options))

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import ckpt
-from tests.integrations.forked import Forked, server
+from tests.integrations.forked import Forked
 
 SCRIPT = Path(__file__).parent / "scripts" / "hf_train.py"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def transformers() -> Iterator[None]:
-    with server("transformers.trainer", "peft", "ckpt.integrations.hf"):
-        yield
+PRELOADED = ("transformers.trainer", "peft", "ckpt.integrations.hf")
 
 
 def script(folder: Path, /, how: str = "ckpt", world: int = 0, **options: Any) -> Forked:
@@ -54,15 +46,20 @@ def same(ours: dict[str, Any], other: dict[str, Any]) -> bool:
     return {**ours, "read": 0} == {**other, "read": 0}
 
 
-def test_kills_at_any_moment_leave_losses_and_samples_as_they_were(tmp_path: Path) -> None:
-    """Killed within the accumulation of step 3, again in the same epoch, and at the boundary of epochs."""
-    undisturbed = script(tmp_path, "none")
+def check_killed(tmp_path: Path, *moments: str, **options: Any) -> tuple[Forked, dict[str, Any]]:
+    """Killed at these moments, a run has the losses, samples and logs of an undisturbed one. Its script, and report."""
+    undisturbed, ours = (script(tmp_path, how, **options) for how in ("none", "ckpt"))
     expected = report(undisturbed.run())
-    ours = script(tmp_path)
-    found = report(killed(ours, "3.2", "4.1", "6.1"))
-    assert [each.step for each in ours.steps()] == list(range(1, 16))
+    found = report(killed(ours, *moments))
     assert ours.trajectory() == undisturbed.trajectory()
     assert same(found, expected)
+    return ours, found
+
+
+def test_kills_at_any_moment_leave_losses_and_samples_as_they_were(tmp_path: Path) -> None:
+    """Killed within the accumulation of step 3, again in the same epoch, and at the boundary of epochs."""
+    ours, _ = check_killed(tmp_path, "3.2", "4.1", "6.1")
+    assert [each.step for each in ours.steps()] == list(range(1, 16))
     with ckpt.open(tmp_path / "ckpt/run") as run:
         assert run.newest.step == 15
 
@@ -99,24 +96,17 @@ def test_early_stopping_and_the_best_model_outlive_a_kill_in_the_evaluation(tmp_
         "learning_rate": 1.0,
     }
     options = {"args": args, "evaluate": True, "patience": 2}
-    undisturbed = script(tmp_path, "none", **options)
-    expected = report(undisturbed.run())
-    assert (expected["best_step"], max(undisturbed.trajectory())) == (20, 30)
-    ours = script(tmp_path, **options)
-    found = report(killed(ours, "25.0", "28.1"))
-    assert same(found, expected)
-    assert ours.trajectory() == undisturbed.trajectory()
-    assert same(report(ours.run()), expected)
-    assert ours.trajectory() == undisturbed.trajectory()
+    ours, found = check_killed(tmp_path, "25.0", "28.1", **options)
+    assert (found["best_step"], max(ours.trajectory())) == (20, 30)
+    before = len(ours.steps())
+    assert same(report(ours.run()), found)
+    assert len(ours.steps()) == before
     assert len(events(tmp_path, "run.finished")) == 1
 
 
 def test_a_lora_model_resumes_and_repeats_only_what_was_not_saved(tmp_path: Path) -> None:
-    undisturbed, ours = (script(tmp_path, how, lora=True, every=2) for how in ("none", "ckpt"))
-    expected = report(undisturbed.run())
-    assert same(report(killed(ours, "6.2")), expected)
+    ours, _ = check_killed(tmp_path, "6.2", lora=True, every=2)
     assert [each.step for each in ours.steps()] == [1, 2, 3, 4, 5, *range(5, 16)]
-    assert ours.trajectory() == undisturbed.trajectory()
 
 
 def test_two_ranks_leave_at_one_step_on_sigterm_and_go_on_together(tmp_path: Path) -> None:
@@ -158,24 +148,16 @@ def test_a_model_that_two_ranks_shard_goes_on_there_and_on_one_rank(tmp_path: Pa
 
 def test_a_trainer_that_also_saves_is_told_and_our_checkpoint_wins(tmp_path: Path) -> None:
     args = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "dataloader_num_workers": 1}
-    options = {"args": args, "resume": True, "noise": False}
-    undisturbed, ours = (script(tmp_path, how, **options) for how in ("none", "ckpt"))
-    undisturbed.run()
-    killed(ours, "4.2")
+    ours, _ = check_killed(tmp_path, "4.2", args=args, resume=True, noise=False)
     assert [each.step for each in ours.steps()] == list(range(1, 11))
-    assert ours.trajectory() == undisturbed.trajectory()
     assert len(events(tmp_path, "framework.also_saves")) == 2
     (ignored,) = events(tmp_path, "framework.resume_ignored")
     assert "checkpoint-2' is not used" in ignored["message"]
 
 
 def test_a_stream_is_read_again_up_to_its_position_and_that_is_said(tmp_path: Path) -> None:
-    options = {"stream": True, "args": {"max_steps": 12}}
-    undisturbed, ours = (script(tmp_path, how, **options) for how in ("none", "ckpt"))
-    undisturbed.run()
-    killed(ours, "4.2", "8.1")
+    ours, _ = check_killed(tmp_path, "4.2", "8.1", stream=True, args={"max_steps": 12})
     assert [each.step for each in ours.steps()] == list(range(1, 13))
-    assert ours.trajectory() == undisturbed.trajectory()
     assert len(events(tmp_path, "loader.inexact")) == 3
 
 

@@ -6,20 +6,14 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.forked import Forked, server
+from tests.integrations.forked import Forked
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lightning() -> Iterator[None]:
-    with server("lightning.pytorch", "torchdata.stateful_dataloader", "ckpt.integrations.lightning"):
-        yield
+PRELOADED = ("lightning.pytorch", "torchdata.stateful_dataloader", "ckpt.integrations.lightning")
 
 
 def train(folder: Path, name: str, world: int = 0, script: str = "train", **options: object) -> Forked:
@@ -56,14 +50,23 @@ def epoch(script: Forked, first: int, last: int) -> list[int]:
     )
 
 
-def test_killed_runs_continue_bit_for_bit_within_and_between_epochs(tmp_path: Path) -> None:
-    """Kills twice within an epoch, at its last batch, and after it; shuffled data, dropout, noise in the dataset."""
-    check_equal(tmp_path, (2, 5, 8, 10))
+CASES: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
+    # Twice within an epoch, at its last batch, and after it; shuffled data, dropout, noise in the dataset.
+    "plain": ((2, 5, 8, 10), {}),
+    # Three batches make an update, and the last two of an epoch.
+    "accumulation": ((4, 9, 13), {"accumulate": 3, "workers": 2}),
+    # The optimizer asks for the number of steps, for which Lightning makes the loader and its workers early.
+    "persistent workers": ((3, 11), {"workers": 2, "persistent": True, "estimate": True}),
+    # Before stochastic weight averaging, and in mid-epoch of it; the module keeps a count by on_save_checkpoint.
+    "averaging": ((5, 13, 19), {"swa": True, "epochs": 3, "val": 0.5}),
+    "fabric": ((3, 8), {"script": "fabric", "workers": 2}),
+}
 
 
-def test_accumulated_gradients_are_never_lost(tmp_path: Path) -> None:
-    """Three batches make an update, and the last two of an epoch."""
-    check_equal(tmp_path, (4, 9, 13), accumulate=3, workers=2)
+@pytest.mark.parametrize("case", CASES)
+def test_killed_runs_continue_bit_for_bit_within_and_between_epochs(tmp_path: Path, case: str) -> None:
+    kills, options = CASES[case]
+    check_equal(tmp_path, kills, **options)
 
 
 def test_a_validation_that_a_kill_interrupts_runs_again(tmp_path: Path) -> None:
@@ -75,11 +78,6 @@ def test_a_validation_that_a_kill_interrupts_runs_again(tmp_path: Path) -> None:
     before = len(again.steps())
     assert final(again.run()) == ["steps 12"]
     assert len(again.steps()) == before
-
-
-def test_persistent_workers_begin_at_the_restored_batch(tmp_path: Path) -> None:
-    """The optimizer asks for the number of steps, for which Lightning makes the loader and its workers early."""
-    check_equal(tmp_path, (3, 11), workers=2, persistent=True, estimate=True)
 
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
@@ -186,12 +184,6 @@ def test_a_file_given_to_fit_counts_only_for_a_run_without_checkpoint(tmp_path: 
     assert epoch(ours, 9, 16) == [*range(32)]
 
 
-def test_stochastic_weight_averaging_and_hooks_go_on(tmp_path: Path) -> None:
-    """Killed before the averaging, and in mid-epoch of it; the module keeps a count by on_save_checkpoint."""
-    outputs = check_equal(tmp_path, (5, 13, 19), swa=True, epochs=3, val=0.5)
-    assert "final" in outputs[-1]
-
-
 def test_slurms_signal_saves_by_ckpt_and_requeues_by_lightning(tmp_path: Path) -> None:
     scontrol = tmp_path / "bin/scontrol"
     scontrol.parent.mkdir()
@@ -209,11 +201,6 @@ def test_slurms_signal_saves_by_ckpt_and_requeues_by_lightning(tmp_path: Path) -
     left.run()
     assert left.trajectory() == whole.trajectory()
     assert (tmp_path / "requeued").read_text() == "requeue 77\n"
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_fabric_goes_on_with_the_next_batch_of_a_plain_loader(tmp_path: Path, workers: int) -> None:
-    check_equal(tmp_path, (3, 8), script="fabric", workers=workers)
 
 
 def test_fabric_trains_all_epochs_that_a_finished_run_is_given(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpointer.scripts import Line, lines_of
+from tests.checkpointer.scripts import ROOT, Line, lines_of
 from tests.nodes.lan import HUB_AT, STORE_PORT, Lan, Place
+from tests.nodes.train import losses
 
+LAUNCHER = ROOT / "examples" / "launchers" / "torchrun.sh"
 # A node that is dead is noticed after keep_alive_interval x keep_alive_max_attempt; whoever comes within last_call is
 # of the same round.
-RENDEZVOUS = "is_host=0,join_timeout=180,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
+(RENDEZVOUS,) = re.findall(r"--rdzv-conf (\S+)", LAUNCHER.read_text())
 
 
 # torch's rendezvous store leaves a torchrun without an answer for a minute now and then, which ends by that (one in
@@ -48,7 +50,7 @@ class Ended(AssertionError):
 
 
 class Elastic:
-    """One torchrun a node, of the same job. `folder`: for the store and the logs."""
+    """One examples/launchers/torchrun.sh a node, of the same job. `folder`: for the store and the logs."""
 
     def __init__(
         self,
@@ -58,15 +60,14 @@ class Elastic:
         *options: str,
         nodes: tuple[int, int] = (2, 4),
         apart: bool = False,
-        launcher: Path | None = None,
     ) -> None:
-        """`nodes`: how few and how many. `apart`: the agents use the net of their own. `launcher`: a script that starts
-        torchrun, given the numbers of nodes, the rendezvous, and the launch id."""
+        """`nodes`: how few and how many. `apart`: the agents use the net of their own."""
         self.lan, self.folder, self.steps = lan, folder, steps
         self.url = str(folder / "run")
         self.env: dict[str, str] = {}
         self._id = secrets.token_hex(4)
-        self._options, self._count, self._apart, self._launcher = options, nodes, apart, launcher
+        self._end = folder / "end"
+        self._options, self._count, self._apart = ("--end", str(self._end), *options), nodes, apart
         self._logs: dict[str, Path] = {}
         self.places: dict[str, Place] = {}
 
@@ -79,13 +80,7 @@ class Elastic:
         self.places[name] = node
         log = self._logs[name] = self.folder / f"{name}.log"
         nodes, rendezvous = f"{self._count[0]}:{self._count[1]}", f"{HUB_AT}:{STORE_PORT}"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--max-restarts", "1000"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous, "--rdzv-id", self._id),
-            *("--rdzv-conf", RENDEZVOUS),
-        ]
-        if self._launcher is not None:
-            command = ["bash", str(self._launcher), nodes, rendezvous, self._id]
+        command = ["bash", str(LAUNCHER), nodes, rendezvous, self._id]
         command += ["-m", "tests.nodes.train", self.url, str(self.steps), *self._options]
         env = {
             "NODE": name,
@@ -177,6 +172,14 @@ class Elastic:
     def node_of(self, rank: int) -> str:
         """Where that rank trained last."""
         return next(line["node"] for line in reversed(self.lines()) if line["rank"] == rank and "step" in line)
+
+    def finish(self, *before: Line) -> list[Line]:
+        """All ranks stop at one step. Each loss is that of an uninterrupted run. `before`: what another job of this run
+        said, whose steps come first."""
+        self._end.touch()
+        lines = [*before, *self.end()]
+        check_losses(lines, losses(max(line["step"] for line in lines if "step" in line)))
+        return lines
 
     def end(self, timeout_s: float = 180.0) -> list[Line]:
         """Waits for a clean end, of the agents too."""

@@ -8,9 +8,8 @@ import signal
 import time
 from pathlib import Path
 
-from tests.nodes.jobs import ELASTIC, Elastic, check_losses, check_memory
+from tests.nodes.jobs import ELASTIC, Elastic, check_memory
 from tests.nodes.lan import Lan, Place
-from tests.nodes.train import losses
 
 pytestmark = ELASTIC
 
@@ -29,8 +28,7 @@ def signal_all(pids: list[int], number: signal.Signals) -> None:
 def test_training_goes_on_beside_an_agent_that_hangs_and_its_node_saves_again_once_it_wakes_up(
     lan: Lan, tmp_path: Path
 ) -> None:
-    end = tmp_path / "end"
-    job = Elastic(lan, tmp_path, 100_000, "--every", "10", "--end", str(end), nodes=(2, 3))
+    job = Elastic(lan, tmp_path, 100_000, "--every", "10", nodes=(2, 3))
     job.start(3)
     job.safe_after(0.0, world=3)
     hung = agents(job.places[job.node_of(1)])
@@ -46,14 +44,12 @@ def test_training_goes_on_beside_an_agent_that_hangs_and_its_node_saves_again_on
     killed = job.kill(job.node_of(2))
     check_memory(job.restored(2, killed), at_least=safe)
     job.safe_after(killed, world=2)
-    end.touch()
-    check_losses(job.end(), losses(job.last_step()))
+    job.finish()
 
 
 def test_a_node_that_hangs_as_a_whole_and_wakes_up_later_brings_nothing_old_back(lan: Lan, tmp_path: Path) -> None:
     """Its trainers hang the collectives of all. A new node makes torchrun start all others again without it."""
-    end = tmp_path / "end"
-    job = Elastic(lan, tmp_path, 100_000, "--every", "10", "--end", str(end), nodes=(2, 3))
+    job = Elastic(lan, tmp_path, 100_000, "--every", "10", nodes=(2, 3))
     job.start(3)
     safe = job.safe_after(0.0, world=3)
     name = job.node_of(1)
@@ -75,5 +71,4 @@ def test_a_node_that_hangs_as_a_whole_and_wakes_up_later_brings_nothing_old_back
     killed = job.kill(job.node_of(0))
     check_memory(job.restored(2, killed), at_least=safe)
     job.safe_after(killed, world=2)
-    end.touch()
-    check_losses(job.end(), losses(job.last_step()))
+    job.finish()

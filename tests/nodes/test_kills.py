@@ -5,23 +5,21 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from tests.nodes.jobs import ELASTIC, Elastic, check_losses, check_memory
+from tests.nodes.jobs import ELASTIC, Elastic, check_memory
 from tests.nodes.lan import Lan
-from tests.nodes.train import losses
 
 pytestmark = ELASTIC
 
 EVERY = 20
 STORE_BYTES_S = 200e3  # so slow that a commit takes many steps, and the newest checkpoints are in memory only
+OPTIONS = ("--every", str(EVERY), "--mib", "3", "--bandwidth", str(STORE_BYTES_S))
 
 
 def test_a_node_that_is_killed_at_any_moment_of_a_save_is_replaced_and_nothing_is_read_from_the_store(
     lan: Lan, tmp_path: Path
 ) -> None:
     """A node that is left may be late for the next start, for torchrun's own reasons: it is asked nevertheless."""
-    end = tmp_path / "end"
-    options = ("--every", str(EVERY), "--mib", "3", "--bandwidth", str(STORE_BYTES_S), "--end", str(end))
-    job = Elastic(lan, tmp_path, 100_000, *options, nodes=(2, 3), apart=True)
+    job = Elastic(lan, tmp_path, 100_000, *OPTIONS, nodes=(2, 3), apart=True)
     job.start(3)
     since = 0.0
     for moment, rank in ((after_a_save, 0), (in_the_copy, 1), (at_the_snapshot, 2)):
@@ -35,18 +33,14 @@ def test_a_node_that_is_killed_at_any_moment_of_a_save_is_replaced_and_nothing_i
         check_memory(came, at_least=safe)
         since = job.restored(3, killed)[0]["at"]
     job.safe_after(since, world=3)
-    end.touch()
-    lines = job.end()
-    check_losses(lines, losses(job.last_step()))
+    job.finish()
 
 
 def test_with_two_parities_any_two_of_four_nodes_are_killed_and_the_others_go_on_from_memory(
     lan: Lan, tmp_path: Path, secret_file: Path
 ) -> None:
     """Twice: rank 0's node is among the first two; two new ones take their place, and of these one goes with an old."""
-    end = tmp_path / "end"
-    options = ("--every", str(EVERY), "--mib", "3", "--bandwidth", str(STORE_BYTES_S), "--end", str(end))
-    job = Elastic(lan, tmp_path, 100_000, *options, "--parity", "2", "2", nodes=(2, 4), apart=True)
+    job = Elastic(lan, tmp_path, 100_000, *OPTIONS, "--parity", "2", "2", nodes=(2, 4), apart=True)
     job.env["CKPT_SECRET_FILE"] = str(secret_file)
     job.start(4)
     job.safe_after(0.0, world=4)
@@ -62,9 +56,7 @@ def test_with_two_parities_any_two_of_four_nodes_are_killed_and_the_others_go_on
     old = next(name for name in job.places if name not in new)
     killed = min(job.kill(victim) for victim in (new[0], old))
     check_memory(job.restored(2, killed), at_least=safe)
-    end.touch()
-    lines = job.end()
-    check_losses(lines, losses(job.last_step()))
+    job.finish()
 
 
 def after_a_save(job: Elastic, lan: Lan, victim: str) -> None:

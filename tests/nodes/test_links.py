@@ -5,32 +5,24 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
-from ckpt.agent.state.job_facts import REJOIN_S
 from ckpt.ipc.addresses import SILENCE_S_MAX
-from tests.nodes.jobs import ELASTIC, Elastic, check_losses, check_memory
+from tests.nodes.jobs import ELASTIC, Elastic, check_memory
 from tests.nodes.lan import Lan
-from tests.nodes.train import losses
 
 pytestmark = ELASTIC
 
 EVERY = 20
-CUT_S = SILENCE_S_MAX + REJOIN_S + 10.0  # the agents take each other for lost, and the ranks there for away for long
+CUT_S = SILENCE_S_MAX + 10.0  # the agents take each other for lost
 
 
-@pytest.mark.parametrize("rank", [2, 0])
 def test_training_goes_on_while_an_agents_link_is_slow_and_while_it_is_cut_in_the_middle_of_a_save(
-    rank: int, lan: Lan, tmp_path: Path
+    lan: Lan, tmp_path: Path
 ) -> None:
-    """That of a node, and that of the coordinator's."""
-    end = tmp_path / "end"
-    job = Elastic(
-        lan, tmp_path, 100_000, "--every", str(EVERY), "--mib", "6", "--end", str(end), nodes=(2, 3), apart=True
-    )
+    """That of the coordinator's."""
+    job = Elastic(lan, tmp_path, 100_000, "--every", str(EVERY), "--mib", "6", nodes=(2, 3), apart=True)
     job.start(3)
     job.safe_after(0.0, world=3)
-    far = job.places[job.node_of(rank)]
+    far = job.places[job.node_of(0)]
 
     lan.slow(far, mbit=10)
     slowed = time.time()
@@ -54,9 +46,7 @@ def test_training_goes_on_while_an_agents_link_is_slow_and_while_it_is_cut_in_th
     came = job.restored(2, killed)
     check_memory(came, at_least=safe)
     job.safe_after(killed, world=2)
-    end.touch()
-    lines = job.end()
-    check_losses(lines, losses(job.last_step()))
+    job.finish()
 
 
 def steps_between(job: Elastic, first: float, last: float) -> int:

@@ -49,8 +49,7 @@ KINDS = {
         Kind("s3fs-moto", "fsspec+s3"),
         Kind("ceph", "s3", keeps_uploads=True),
         Kind("azurite", "az"),
-        Kind("fake-gcs", "gs"),
-        Kind("moto-gcs", "gs", honours_if_absent=False),
+        Kind("gcs", "gs", honours_if_absent=False),
     )
 }
 SERVERS: dict[str, Callable[[], contextlib.AbstractContextManager[Server]]] = {
@@ -59,25 +58,9 @@ SERVERS: dict[str, Callable[[], contextlib.AbstractContextManager[Server]]] = {
     "s3fs-moto": servers.moto,
     "ceph": ceph.ceph,
     "azurite": clouds.azurite,
-    "fake-gcs": clouds.gcs,
-    "moto-gcs": clouds.moto_gcs,
+    "gcs": clouds.gcs,
 }
-WHY_NOT = {"ceph": ceph.why_not, "azurite": clouds.why_no_azurite, "fake-gcs": clouds.why_no_gcs}
-
-# Tests that a server cannot pass, for what it lacks itself. They are run, and fail when it has learned it.
-LACKING = {
-    ("fake-gcs", "test_a_bucket_that_vanishes_is_named_and_is_not_an_empty_store"): (
-        "fake-gcs-server answers a get in a bucket that is not there like one of an object that is not there"
-    ),
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            name = str(item.callspec.params.get("kind"))
-            if why := LACKING.get((name, item.originalname)):
-                item.add_marker(pytest.mark.xfail(reason=why, strict=True, raises=AssertionError))
+WHY_NOT = {"ceph": ceph.why_not, "azurite": clouds.why_no_azurite}
 
 
 @pytest.fixture(scope="session", params=KINDS)
