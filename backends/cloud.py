@@ -26,22 +26,21 @@ import datetime
 import os
 import re
 import secrets
-import ssl
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError
+from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from ckpt.backends.cloud_config import other_config, s3_config
+from ckpt.backends.cloud_errors import CloudErrors, NoPath, NotPartial
 from ckpt.backends.signed_http import SignedHttp
-from ckpt.errors import AccessDenied, AlreadyExists, CkptError, DamagedData, NotFound, StorageError, UsageError
+from ckpt.errors import DamagedData, NotFound, StorageError
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import check_not_cancelled, connection_error, error_of_reply
+from ckpt.storage.failure import check_not_cancelled, connection_error
 from ckpt.storage.names import check_key, check_prefix, check_range, is_key
 from ckpt.types import format_count
 
@@ -54,51 +53,13 @@ SMALL_BYTES_MAX = 4 << 20
 SMALL_TIMEOUT_S = 30.0
 BULK_TIMEOUT_S = 600  # SINGLE_BYTES_MAX within it: 0.2 MB/s
 LIST_CHUNK = 1000
-CERTIFICATES_BYTES_MAX = 8 << 20
 CANCEL_S = 0.1  # between two looks at `cancel` in a large put
 # How long a cancelled put waits until its buffers are no longer read.
 RELEASE_S = 5.0
 
 _STORES = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
-# The variables that name the endpoint, in order of precedence.
-_ENDPOINTS = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    "gs": ("GOOGLE_BASE_URL",),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-}
 _GOOGLE = "https://storage.googleapis.com"
-_LOOPBACK = re.compile(r"https?://(127\.[0-9.]+|localhost|\[::1\])(:|/|$)")
-_CREDENTIALS_HINT = (
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE "
-    "(gs: GOOGLE_APPLICATION_CREDENTIALS; az: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
-)
-_S3_CREDENTIALS = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-)
-_METADATA_SERVICE = re.compile(
-    r"169\.254\.169\.254|metadata\.google\.internal|/latest/(?:api/token|meta-data/iam)|/computeMetadata/v1/|"
-    r"/metadata/identity/oauth2/"
-)
-_SERVICE = re.compile(r"https?://[^/\s]+")
-# The providers asked for credentials before the metadata service.
-_PROVIDERS = {
-    "s3": "the variables (AWS_ACCESS_KEY_ID, a web identity, a container's role), AWS_PROFILE and ~/.aws",
-    "gs": "the variables (GOOGLE_APPLICATION_CREDENTIALS, GOOGLE_SERVICE_ACCOUNT) and gcloud's own file",
-    "az": "the variables (AZURE_STORAGE_ACCOUNT_KEY, a SAS token, a client secret)",
-}
-_NO_BUCKET = re.compile(
-    r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|The specified (?:bucket|container) does not exist"
-)
 _RANGE_BEYOND_END = re.compile(r"status code: 416|Wanted range starting at")  # the latter: obstore's error for a 206
-_STATUS = re.compile(r"status code: (\d{3})|Bulk delete request failed.*\(code: (\d{3})\)")  # the latter: Azure
-# The outcome for one key of an S3 bulk delete whose reply was itself a 200.
-_NOT_DELETED = re.compile(
-    r"DeleteObjects request failed for key .*\(code: (\w+)\)|error response: .*<Code>(\w+)</Code>"
-)
-_CODES = {"AccessDenied": 403, "NoSuchKey": 404, "InternalError": 500, "SlowDown": 503, "ServiceUnavailable": 503}
 
 
 def open_cloud(url: str, timeout_s: float = SMALL_TIMEOUT_S) -> CloudBackend:
@@ -116,66 +77,6 @@ def open_obstore(url: str) -> Any:
     return open_cloud(url)._upload_store
 
 
-def s3_config(env: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments that S3Store does not take from the environment by itself."""
-    config: dict[str, Any] = {}
-    if not any(env.get(name) for name in _S3_CREDENTIALS) and _has_profile(env):
-        from ckpt.backends.aws_profile import profile_config
-
-        config.update(profile_config(env.get("AWS_PROFILE")))
-    endpoint = _endpoint("s3", env, config.get("endpoint"))
-    if endpoint:
-        config["endpoint"] = endpoint
-        config["client_options"] = {"allow_http": endpoint.startswith("http://")}
-    if bundle := env.get("AWS_CA_BUNDLE"):
-        config["client_options"] = {**config.get("client_options", {}), "root_certificate": _certificates(bundle)}
-    private = not endpoint or endpoint.startswith("https://") or _LOOPBACK.match(endpoint)
-    if private and "AWS_UNSIGNED_PAYLOAD" not in env:
-        config["unsigned_payload"] = True
-    return config
-
-
-def other_config(scheme: str, env: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments that GCSStore and AzureStore do not take from the environment by themselves: an endpoint named with
-    http:// is used without TLS."""
-    endpoint = _endpoint(scheme, env)
-    if endpoint is None:
-        return {}
-    name = "base_url" if scheme == "gs" else "endpoint"
-    return {name: endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
-
-
-def _endpoint(scheme: str, env: Mapping[str, str], default: str | None = None) -> str | None:
-    """The endpoint that the environment names, or `default`. Errors: UsageError if it is not an HTTP URL."""
-    name = next((name for name in _ENDPOINTS[scheme] if env.get(name)), None)
-    endpoint = env[name] if name else default
-    if endpoint is None:
-        return None
-    parsed = urllib.parse.urlsplit(endpoint)
-    if parsed.scheme not in ("http", "https") or not parsed.hostname:
-        named = name or "the profile's endpoint_url"
-        raise UsageError(f"{named}={endpoint!r} is not an endpoint; give one like https://storage.example.com:443")
-    return endpoint.rstrip("/")
-
-
-def _certificates(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(CERTIFICATES_BYTES_MAX)
-        ssl.create_default_context().load_verify_locations(cadata=data.decode("ascii"))
-    except (OSError, ValueError) as exc:  # ssl's own errors are OSErrors
-        raise UsageError(f"AWS_CA_BUNDLE={path!r} is not a file of PEM certificates: {exc}") from exc
-    return data
-
-
-def _has_profile(env: Mapping[str, str]) -> bool:
-    files = (
-        env.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"),
-        env.get("AWS_CONFIG_FILE") or os.path.expanduser("~/.aws/config"),
-    )
-    return bool(env.get("AWS_PROFILE")) or any(os.path.exists(each) for each in files)
-
-
 class CloudBackend:
     """A Backend (see ckpt.storage.contract) on one bucket or container."""
 
@@ -187,8 +88,7 @@ class CloudBackend:
         self._bucket = bucket
         self._prefix = prefix
         self._config = config
-        # Whether the store has ever answered. From then on missing credentials count as a transient fault.
-        self._has_answered = False
+        self._errors = CloudErrors(url, scheme, bucket)
         self.single_bytes_max = SINGLE_BYTES_MAX
         self.part_bytes = PART_BYTES
         options = {**config.pop("client_options", {}), "connect_timeout": "10s"}
@@ -198,7 +98,7 @@ class CloudBackend:
         self._upload_store = self._make_store(options | {"timeout": workers}, 0)
         self._multipart_store = self._make_store(options | {"timeout": workers}, 2)
         self._download_store = self._make_store(options | {"timeout": workers, "read_timeout": small}, 0)
-        self._signed_http = SignedHttp(self._sign, self._error_of_reply, timeout_s, options.get("root_certificate"))
+        self._signed_http = SignedHttp(self._sign, self._errors.of_reply, timeout_s, options.get("root_certificate"))
         self._has_ranged_gets = True  # until the store answers a ranged get with 200
 
     def put(
@@ -211,7 +111,7 @@ class CloudBackend:
         check_key(key)
         views = [view for chunk in chunks if (view := memoryview(chunk).cast("B"))]
         size = sum(len(view) for view in views)
-        with self._translate_errors(f"put {key}"):
+        with self._errors.translate(f"put {key}"):
             if mode is PutMode.IF_ABSENT:
                 obstore.put(self._upload_store, key, views or b"", mode="create", use_multipart=False)
             elif size <= SMALL_BYTES_MAX:
@@ -225,7 +125,7 @@ class CloudBackend:
 
     def get(self, key: str, size_max: int) -> bytes:
         check_key(key)
-        with self._translate_errors(f"get {key}"):
+        with self._errors.translate(f"get {key}"):
             reply = obstore.get(self._download_store, key)
             size = reply.meta["size"]
             if size > size_max:
@@ -243,9 +143,9 @@ class CloudBackend:
             return b""
         if self._has_ranged_gets:
             try:
-                with self._translate_errors(f"get {key}"):
+                with self._errors.translate(f"get {key}"):
                     data = memoryview(obstore.get_range(self._download_store, key, start=start, length=length))
-            except _NotPartial:
+            except NotPartial:
                 self._has_ranged_gets = False
             except StorageError as exc:
                 if isinstance(exc.__cause__, BaseError) and _RANGE_BEYOND_END.search(str(exc.__cause__)):
@@ -261,11 +161,11 @@ class CloudBackend:
     def head(self, key: str) -> ObjectInfo:
         check_key(key)
         try:
-            with self._translate_errors(f"head {key}"):
+            with self._errors.translate(f"head {key}"):
                 return self._info(obstore.head(self._small_store, key))
         except NotFound:
             # A reply to HEAD has no body, so a missing bucket looks like a missing object. A GET tells them apart.
-            with self._translate_errors(f"get {key}"):
+            with self._errors.translate(f"get {key}"):
                 return self._info(obstore.get(self._small_store, key).meta)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -276,7 +176,7 @@ class CloudBackend:
 
     def folders(self, prefix: str) -> Sequence[str]:
         check_prefix(prefix)
-        with self._translate_errors(f"look below {prefix}"):
+        with self._errors.translate(f"look below {prefix}"):
             found = obstore.list_with_delimiter(self._small_store, prefix.rstrip("/") or None)["common_prefixes"]
         names = (each.rstrip("/").rpartition("/")[2] for each in found)
         return sorted(name for name in names if is_key(name))
@@ -286,7 +186,7 @@ class CloudBackend:
         if not each:
             return
         try:
-            with self._translate_errors(f"delete {format_count(len(each), 'object')}"):
+            with self._errors.translate(f"delete {format_count(len(each), 'object')}"):
                 obstore.delete(self._small_store, each)
         except NotFound:  # gs and az delete one by one, and stop at the first missing one
             for key in each:
@@ -346,7 +246,7 @@ class CloudBackend:
             del failed
 
     def _make_store(self, client_options: dict[str, Any], retries: int) -> Any:
-        with self._translate_errors("open", asks=False):
+        with self._errors.translate("open", asks=False):
             return _STORES[self._scheme](
                 self._bucket,
                 prefix=self._prefix or None,
@@ -358,10 +258,10 @@ class CloudBackend:
     def _list_objects(self, prefix: str) -> Sequence[ObjectInfo]:
         """All objects below a prefix, also those that are not keys."""
         try:
-            with self._translate_errors(f"list {prefix}"):
+            with self._errors.translate(f"list {prefix}"):
                 chunks = obstore.list(self._small_store, prefix.rstrip("/") or None, chunk_size=LIST_CHUNK)
                 return [self._info(meta) for chunk in chunks for meta in chunk]
-        except _NoPath:
+        except NoPath:
             if self._scheme != "s3":
                 raise
         from ckpt.backends.aws_listing import list_objects
@@ -373,7 +273,7 @@ class CloudBackend:
         return self.url, self._bucket, self._prefix, self._config
 
     def _sign(self, method: str, key: str) -> str:
-        with self._translate_errors(f"sign a request for {key}", asks=False):
+        with self._errors.translate(f"sign a request for {key}", asks=False):
             return str(obstore.sign(self._small_store, method, key, datetime.timedelta(minutes=15)))  # type: ignore[call-overload]
 
     def _clock_url(self) -> str:
@@ -395,77 +295,10 @@ class CloudBackend:
 
     def _delete_one(self, key: str) -> None:
         try:
-            with self._translate_errors(f"delete {key}"):
+            with self._errors.translate(f"delete {key}"):
                 obstore.delete(self._small_store, key)
         except NotFound:
             pass
-
-    @contextmanager
-    def _translate_errors(self, what: str, *, asks: bool = True) -> Iterator[None]:
-        """Translates obstore's errors into ours. Only their text carries the server's reply. `asks`: whether the block
-        asks the store. If so, success means that the store answers and accepts our credentials."""
-        try:
-            yield
-        except (BaseError, FileNotFoundError, OSError, ValueError) as exc:
-            raise self._error(what, exc, asks) from exc
-        except BaseException as exc:
-            # Rust's panic is no Exception, and no module exports its class.
-            if type(exc).__name__ != "PanicException":
-                raise
-            raise StorageError(f"{self.url}: {what}: obstore cannot read the store's reply: {exc}") from exc
-        self._has_answered |= asks
-
-    def _error(self, what: str, exc: Exception, asks: bool = True) -> CkptError:
-        if isinstance(exc, CkptError):
-            return exc
-        text = str(exc)
-        said = text.partition("\n\nDebug source")[0]
-        # The text contains a name that somebody else has chosen, so it must not be matched below.
-        if isinstance(exc, InvalidPathError):
-            return _NoPath(
-                f"{self.url}: {what}: {said}; obstore cannot list this folder: rename or remove the object with that "
-                "name"
-            )
-        if "non-partial response" in text:
-            return _NotPartial(said)
-        if _METADATA_SERVICE.search(text):
-            if self._has_answered:
-                return connection_error(self.url, what, f"the credentials could not be renewed: {said}")
-            service = _SERVICE.search(said)
-            where = f" at {service[0]}" if service is not None else ""
-            return AccessDenied(
-                f"{self.url}: no credentials were found. ckpt tried {_PROVIDERS[self._scheme]}, and last the metadata "
-                f"service of this machine{where}. Set {_CREDENTIALS_HINT}"
-            )
-        if status := _STATUS.search(text):
-            return self._error_of_reply(what, int(status[1] or status[2]), said)
-        if code := _NOT_DELETED.search(said):
-            return self._error_of_reply(what, _CODES.get(code[1] or code[2], 400), said)
-        if isinstance(exc, AlreadyExistsError):
-            return AlreadyExists(f"{self.url}: {what}: the object exists already")
-        if isinstance(exc, FileNotFoundError):
-            return NotFound(f"{self.url}: {what}: there is no such object")
-        if "redirect" in text:
-            return StorageError(f"{self.url}: the bucket is in another region; set AWS_REGION to it ({said})")
-        if "Builder" in text or "InvalidCertificate" in text or "certificate" in text:
-            names = ", ".join(_ENDPOINTS[self._scheme])
-            authority = ", and AWS_CA_BUNDLE if a private authority signed its certificate"
-            more = authority if self._scheme == "s3" else ""
-            return StorageError(f"{self.url}: {what}: the endpoint cannot be used: check {names}{more} ({said})")
-        if "HTTP error" in text:
-            kinds = re.findall(r'(?:kind|error): "?([^",\n]+)"?,', text)
-            return connection_error(self.url, what, f"{said.strip()} ({', '.join(dict.fromkeys(kinds))})")
-        if not asks:  # then only the environment can be wrong
-            return AccessDenied(f"{self.url}: {what}: {said}; set {_CREDENTIALS_HINT}")
-        return StorageError(f"{self.url}: {what}: {said}")
-
-    def _error_of_reply(self, what: str, status: int, text: str) -> CkptError:
-        """The error for a reply that is not a success."""
-        if _NO_BUCKET.search(text):
-            return StorageError(
-                f"{self.url}: there is no bucket {self._bucket}; create it, or check the URL and the endpoint"
-            )
-        return error_of_reply(self.url, what, status, text)
 
 
 def _await_release(views: Sequence[memoryview]) -> None:
@@ -479,11 +312,3 @@ def _await_release(views: Sequence[memoryview]) -> None:
                 time.sleep(0.01)
             else:
                 break
-
-
-class _NoPath(StorageError):
-    """The name of a foreign object, such as a//b, is not a path to obstore, which then lists nothing beside it."""
-
-
-class _NotPartial(StorageError):
-    """The store answered a ranged get with 200."""

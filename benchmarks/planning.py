@@ -24,7 +24,7 @@ from ckpt.gc_pause import pause_gc
 from ckpt.layout.assemble import Blob, Staged, assemble
 from ckpt.layout.division import Hashes, divide, division_id, find_agreed, whole_share
 from ckpt.layout.layout import Declaration, Entry, Layout, Share
-from ckpt.layout.reshard import Want, find_mismatch, plan_cuts
+from ckpt.layout.reshard import Want, plan_cuts
 from ckpt.layout.staging import stage
 from ckpt.trainer.state.mesh_coordinate import find_coordinate
 from ckpt.trainer.state.state_walk import StateWalker, hash_walk
@@ -116,7 +116,6 @@ def many_tensors(count: int, rounds: int) -> list[Row]:
     questions: list[tuple[str, str, Callable[[], object]]] = [
         ("assemble, divided", SAVE, lambda: assemble(divided)),
         ("assemble, undivided", SAVE, lambda: assemble(copies)),
-        ("match", RESTORE, lambda: find_mismatch(manifest, wants)),
         ("cut all", RESTORE, lambda: plan_cuts(manifest, wants)),
     ]
     label = f"{count} tensors x {WORLD} ranks"

@@ -162,7 +162,7 @@ class Reader:
 
         Errors: NoCheckpoint if the history is empty; UsageError if no checkpoint has the metric; DamagedData if every
         checkpoint with the metric is skipped; StorageError."""
-        from ckpt.store.prune import best_checkpoint, unknown_metric_error
+        from ckpt.store.retention import best_checkpoint, unknown_metric_error
         from ckpt.store.verify import check_record
 
         if mode not in ("min", "max"):
@@ -226,7 +226,7 @@ class Reader:
         """Keeps a lease at the URL for the time of the block: no prune deletes data of these checkpoints (by default
         all). If the lease cannot be taken, since the store is read-only or full, a warning says so and the block runs
         without it."""
-        from ckpt.store.prune import LEASE_IDENTITIES_MAX, Lease
+        from ckpt.store.lease import LEASE_IDENTITIES_MAX, Lease
 
         chosen = (*self.checkpoints, *self.branches) if checkpoints is None else checkpoints
         identities = sorted({each.ref.identity for each in chosen})

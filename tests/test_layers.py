@@ -86,7 +86,7 @@ TORCH_IN_FUNCTIONS = {
 }
 ENVIRONMENT = {
     "ckpt/settings.py",
-    "ckpt/ipc/client.py",  # hands the whole environment on to the agent
+    "ckpt/ipc/spawn.py",  # hands the whole environment on to the agent
     "ckpt/cli/doctor.py",  # says which credentials are set
     "ckpt/bench/training.py",  # hands the whole environment on to its jobs
 }

@@ -170,9 +170,9 @@ def format_time(unix_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
-def format_age(unix_s: float, now_s: float | None = None) -> str:
+def format_age(unix_s: float) -> str:
     """The time since then, for people: "3 min ago"."""
-    seconds = max(0.0, (time.time() if now_s is None else now_s) - unix_s)
+    seconds = max(0.0, time.time() - unix_s)
     for unit, span in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * span:
             return f"{seconds / span:.0f} {unit} ago"

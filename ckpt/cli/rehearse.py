@@ -18,17 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt import reader
 from ckpt.cli import live, out, target
 from ckpt.cli.exits import Exit
+from ckpt.cli.run_diff import Compared, compare
 from ckpt.errors import AgentError, CkptError, UsageError
 from ckpt.types import format_count
 
@@ -36,15 +35,11 @@ if TYPE_CHECKING:
     import psutil
 
     from ckpt.ipc.client import Connection
-    from ckpt.store.lineage import CommitRef
-    from ckpt.store.run import Run as StoredRun
     from ckpt.types import Epoch, Identity
 
 STDERR = 2  # the file descriptor
 MORE_TIME = "let it run more steps, or give a smaller --at"
 STORE_POLL_S = 0.1  # between two queries of the store
-# Between two queries of the agent: a snapshot is in memory earlier than in the store, when more steps remain.
-AGENT_POLL_S = 0.005
 
 
 def rehearse(
@@ -209,19 +204,15 @@ def wait_script(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def kill_after(run: Rehearsal, runtime: str, at: int, lose_memory: bool, timeout_s: float) -> int:
-    """Starts the script and kills all its processes once a step of at least `at` is saved. Returns that step.
-
-    A step counts as saved if it is in the store, or complete in the agent's memory unless that is to be lost. Errors:
-    CkptError if the script ends too early, or takes too long.
-    """
+    """Starts the script, and kills all its processes once a step of at least `at` is in the store. The script waits
+    there (CKPT_HOLD_AT). Returns that step. Errors: CkptError if the script ends too early, or takes too long."""
     process = run.start(runtime, hold_at=at)
     deadline = time.monotonic() + timeout_s
     try:
-        while not (saved := _wait_saved_steps(run, runtime, at, lose_memory, process)):
+        while not (saved := [step for step in run.saved_steps() if step >= at]) and process.poll() is None:
             if time.monotonic() > deadline:
                 raise CkptError(f"no step from {at} on was saved within {timeout_s:g} s; see --at and --timeout-s")
-            if process.poll() is not None:
-                break
+            time.sleep(STORE_POLL_S)
         if process.poll() is not None:
             raise CkptError(
                 f"the script ended (status {process.returncode}) before it could be killed: it did not end step {at}, "
@@ -236,33 +227,11 @@ def kill_after(run: Rehearsal, runtime: str, at: int, lose_memory: bool, timeout
     return saved[-1]
 
 
-def _wait_saved_steps(
-    run: Rehearsal, runtime: str, at: int, lose_memory: bool, process: subprocess.Popen[bytes]
-) -> list[int]:
-    """The saved steps from `at` on, after waiting STORE_POLL_S at most."""
-    found = [step for step in run.saved_steps() if step >= at]
-    until = time.monotonic() + STORE_POLL_S
-    with contextlib.ExitStack() as stack, contextlib.suppress(AgentError):
-        agent = None
-        while not found and time.monotonic() < until:
-            if agent is None and not lose_memory:
-                agent = _connect_run_agent(run.url, runtime, stack)
-            if agent is not None:
-                found = sorted(
-                    each.version.step for each in _agent_snapshots(agent, complete=True) if each.version.step >= at
-                )
-            if not found:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(AGENT_POLL_S)
-                    break
-    return found
-
-
 def snapshots_in_memory(url: str, runtime: str) -> frozenset[Identity]:
     """The snapshots in the memory of the run's agent, complete or staged; none if no agent runs."""
     with contextlib.ExitStack() as stack, contextlib.suppress(AgentError):
         agent = _connect_run_agent(url, runtime, stack)
-        return frozenset() if agent is None else _agent_snapshots(agent, complete=False)
+        return frozenset() if agent is None else _agent_snapshots(agent)
     return frozenset()
 
 
@@ -275,7 +244,7 @@ def _connect_run_agent(url: str, runtime: str, stack: contextlib.ExitStack) -> C
     return None if sock is None else stack.enter_context(live.connect_agent(sock))
 
 
-def _agent_snapshots(agent: Connection, *, complete: bool) -> frozenset[Identity]:
+def _agent_snapshots(agent: Connection) -> frozenset[Identity]:
     from ckpt.types import Epoch, Identity, Version
 
     status = agent.status()
@@ -284,7 +253,7 @@ def _agent_snapshots(agent: Connection, *, complete: bool) -> frozenset[Identity
         Identity(Epoch.parse(job["epoch"]), Version.parse(slot["version"]))
         for job in jobs
         for slot in job["slots"]
-        if slot["version"] is not None and (slot["state"] == "complete" or (slot["state"] == "staged" and not complete))
+        if slot["version"] is not None and slot["state"] in ("complete", "staged")
     )
 
 
@@ -313,105 +282,6 @@ def find_restart_point(run: Rehearsal, before: frozenset[Epoch], in_memory: froz
     if parent is None:
         return Back(0, "nothing")
     return Back(parent.version.step, "memory" if parent in in_memory else "store")
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The result of the comparison. `differences`: one line each, tensors first. `unused`: values that differ although
-    neither run changed them after its first checkpoint, such as generators without a seed that nothing used.
-    `before_the_kill`: what differed before the kill already, so that the restart is not the cause."""
-
-    step: int
-    differences: list[str]
-    unused: list[str]
-    before_the_kill: list[str]
-
-
-def compare(straight: str, killed: str, back_at: int) -> Compared:
-    """Compares the newest checkpoints of both runs bit for bit. Also compares the first checkpoints that both have, if
-    they are from before the restart: at step `back_at` at the latest."""
-    with reader.open(straight) as left, reader.open(killed) as right:
-        lines = [run.view.history for run in (left, right)]
-        first_steps = [{ref.identity.version: ref for ref in line} for line in lines]
-        both = first_steps[0].keys() & first_steps[1].keys()
-        common = min((version for version in both if version.step <= back_at), default=None)
-        ends = [_Checkpoint(run.run, line[-1]) for run, line in zip((left, right), lines, strict=True)]
-        steps = [end.step for end in ends]
-        found = [f"step: {steps[0]} undisturbed, {steps[1]} after the kill"] if steps[0] != steps[1] else []
-        found += _tensor_differences(*ends)
-        unchanged = set(ends[0].values_by_path)
-        # A run with only one checkpoint proves nothing.
-        for run, line, end in zip((left, right), lines, ends, strict=True):
-            unchanged &= (
-                set(end.values_by_path) - set(_value_differences(_Checkpoint(run.run, line[0]), end))
-                if len(line) > 1
-                else set()
-            )
-        values = _value_differences(*ends)
-        unused = [part for part in values if part in unchanged]
-        early: list[str] = []
-        if common is not None:
-            begun = [_Checkpoint(run.run, refs[common]) for run, refs in zip((left, right), first_steps, strict=True)]
-            early = [
-                *_tensor_differences(*begun),
-                *(f"value {path}" for part, path in _value_differences(*begun).items() if part not in unused),
-            ]
-        found += [f"value {path}" for part, path in values.items() if part not in unused]
-    return Compared(steps[0], found, unused, early if found else [])
-
-
-class _Checkpoint:
-    """A checkpoint's tensors and values. `values_by_path`: the values, two levels deep, such as
-    "rank=0['generators']['torch']", and the keys of the dicts above them."""
-
-    def __init__(self, run: StoredRun, ref: CommitRef) -> None:
-        from ckpt.store.reader import FrameReader, load_values, open_record
-
-        self.step = ref.identity.version.step
-        self.reader = FrameReader(run.backend, open_record(run.backend, ref, run.patience), run.patience)
-        values = load_values(self.reader)
-        others = {f"{coordinate} shared": tree for coordinate, tree in values.shared_by_coordinate.items()}
-        trees = {"shared": values.shared, **others, **values.own_by_coordinate}
-        self.values_by_path = {
-            part: leaf for name, tree in trees.items() for part, leaf in _split_values(tree, name, 2)
-        }
-
-
-def _split_values(tree: Any, path: str, levels: int) -> Iterator[tuple[str, Any]]:
-    from ckpt.format.values import encode
-    from ckpt.store.diff import ORDER
-
-    if not levels or not isinstance(tree, dict):
-        yield path, tree
-        return
-    for key, branch in tree.items():
-        yield from _split_values(branch, f"{path}[{key!r}]", levels - 1)
-    keys = copy(tree)
-    dict.update(keys, dict.fromkeys(tree))
-    yield f"{path}{ORDER}", encode(keys)  # the order of the keys, and the kind of dict
-
-
-def _tensor_differences(here: _Checkpoint, there: _Checkpoint) -> list[str]:
-    from ckpt.store.diff import diff
-
-    found = diff(here.reader, there.reader)
-    lines = [f"tensor {name}: only in the undisturbed run" for name in found.removed]
-    lines += [f"tensor {name}: only in the run that was killed" for name in found.added]
-    lines += [f"tensor {name}: {mine} undisturbed, {other} after the kill" for name, mine, other in found.retyped]
-    return lines + [f"tensor {each.name}: {each.elements} of {each.size} elements differ" for each in found.changed]
-
-
-def _value_differences(here: _Checkpoint, there: _Checkpoint) -> dict[str, str]:
-    """The parts that differ, each with the first differing path in it."""
-    from ckpt.store.diff import differences
-
-    found = {}
-    for part in [*here.values_by_path, *(part for part in there.values_by_path if part not in here.values_by_path)]:
-        if part not in here.values_by_path or part not in there.values_by_path:
-            found[part] = part
-        elif first := next(differences(here.values_by_path[part], there.values_by_path[part], part), None):
-            found[part] = first
-    return found
 
 
 def delete_scratch(url: str) -> None:

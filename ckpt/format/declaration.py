@@ -76,9 +76,9 @@ def encode_layout(layout: Layout) -> bytes:
     return out.finish()
 
 
-def decode_layout(data: bytes | memoryview, what: str = "a layout") -> Layout:
-    """The layout, checked. Errors: DamagedData that begins with `what`."""
-    return _read_layout(ColumnReader(ColumnKind.LAYOUT, data, what))[0]
+def decode_layout(data: bytes | memoryview) -> Layout:
+    """The layout, checked. Errors: DamagedData."""
+    return _read_layout(ColumnReader(ColumnKind.LAYOUT, data, "a layout"))[0]
 
 
 def encode_share(share: Share) -> bytes:
@@ -89,10 +89,10 @@ def encode_share(share: Share) -> bytes:
     return out.finish()
 
 
-def decode_share(data: bytes | memoryview, what: str = "a share") -> Share:
+def decode_share(data: bytes | memoryview) -> Share:
     """The share. Its indices refer to a layout that only the caller has; `layout.staging.stage` joins the two.
-    Errors: DamagedData that begins with `what`."""
-    source = ColumnReader(ColumnKind.SHARE, data, what)
+    Errors: DamagedData."""
+    source = ColumnReader(ColumnKind.SHARE, data, "a share")
     parts = source.struct("parts", _PART, PARTS_MAX)
     if (parts["start"] > parts["stop"]).any() or (parts["stop"] > DATA_BYTES_MAX).any():
         raise source.damaged("a part ends before it begins, or beyond any box")

@@ -104,9 +104,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return out.finish()
 
 
-def decode_manifest(data: bytes | memoryview, what: str = "a manifest") -> Manifest:
-    """The manifest, checked as strictly as a record. Errors: DamagedData that begins with `what`."""
-    return _read_manifest(ColumnReader(ColumnKind.MANIFEST, data, what))
+def decode_manifest(data: bytes | memoryview) -> Manifest:
+    """The manifest, checked as strictly as a record. Errors: DamagedData."""
+    return _read_manifest(ColumnReader(ColumnKind.MANIFEST, data, "a manifest"))
 
 
 def _write_manifest(out: ColumnWriter, manifest: Manifest) -> None:

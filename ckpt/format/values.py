@@ -4,18 +4,13 @@ A decoded value equals the encoded one, in types and order too. Nothing is unpic
 of an unknown type (see Tag) is refused, and the error gives its path in the tree. The same tree gives the same bytes in
 every process (sets are sorted by their encoding), so ranks can compare their trees by hash.
 
-A tagged value is an array whose first element is an empty extension of type Tag. msgpack's own array is a list, and its
-map a dict, in order. `decode` accepts hostile bytes. Depth, elements and sizes are capped: memory is at most
-ELEMENTS_MAX small objects and a few times the length of the data. Keys with one hash are capped too, which bounds the
-time. Types are checked before a value is used, and every fault is DamagedData.
+`decode` accepts hostile bytes. Depth, elements and sizes are capped: memory is at most ELEMENTS_MAX small objects and a
+few times the length of the data. Keys with one hash are capped too, which bounds the time. Types are checked before a
+value is used, and every fault is DamagedData.
 """
 
 from __future__ import annotations
 
-import math
-import re
-import struct
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -24,51 +19,26 @@ import msgpack
 import numpy as np
 
 from ckpt.errors import DamagedData, UsageError, is_injected
+from ckpt.format.msgpack_headers import check_headers
+from ckpt.format.tags import (
+    FACTORIES,
+    INT_BYTES_MAX,
+    NUMPY_DTYPE,
+    SAME_HASH_MAX,
+    TORCH,
+    Tag,
+    has_hash_collisions,
+    list_or_tagged,
+    make_dict,
+)
 from ckpt.types import FRAME_BYTES_MAX, ITEMSIZE
 
 VALUES_BYTES_MAX = FRAME_BYTES_MAX  # a blob of values is one frame
 ELEMENTS_MAX = 1 << 22
 DEPTH_MAX = 128
-NDIM_MAX = 64
-# The most keys of a dict, or items of a set, with one hash: each is compared with all before it. An attacker can choose
-# the hash of numbers and of tuples of them (equal modulo 2^61 - 1 is enough), but not that of texts.
-SAME_HASH_MAX = 128
-# Of an int in two's complement. Python refuses to print a much longer one, and multiplying such ints takes long.
-INT_BYTES_MAX = 1024
-DEVICE_MAX = 80  # characters of a torch device's name
 # The most kinds of refused values that an error names, and the most places of each kind.
 NAMED_MAX = 5
 _PACKED_MIN = 32  # a list of at least so many ints, or floats, is written as one block
-
-
-class Tag:
-    """Tag numbers of the durable format: append only. Each comment says what follows the tag in the array."""
-
-    TUPLE = 1  # the items
-    SET = 2  # the items
-    FROZENSET = 3  # the items
-    ORDERED_DICT = 4  # key, value, key, value, ...
-    COUNTER = 5  # key, value, ...
-    DEFAULT_DICT = 6  # the factory's name or nil, then key, value, ...
-    DEQUE = 7  # maxlen or nil, then the items
-    INT = 8  # bytes: two's complement, little-endian; for what 64 bits do not hold
-    STR = 9  # bytes: UTF-8 with surrogates; for what strict UTF-8 does not hold
-    BYTEARRAY = 10  # bytes
-    COMPLEX = 11  # real, imaginary
-    RANGE = 12  # start, stop, step
-    SLICE = 13  # start, stop, step
-    ARRAY = 14  # dtype as NumPy writes it ("<f4"), list of dimensions, bytes in row-major order
-    SCALAR = 15  # dtype, bytes: a NumPy scalar
-    INTS = 16  # bytes: a list of ints, 8 bytes each, little-endian
-    FLOATS = 17  # bytes: a list of floats, 8 bytes each, little-endian
-    TORCH_SIZE = 18  # the items; read as a tuple where torch is not loaded
-    TORCH_DTYPE = 19  # "float32"; read as that string where torch is not loaded
-    TORCH_DEVICE = 20  # "cuda:0"; read as that string where torch is not loaded
-
-
-_FACTORIES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "int": int, "float": float, "set": set}
-_NUMPY_DTYPE = re.compile(r"\|[biu]1|[<>]([iuf][248]|c8|c16)")
-_TORCH = {"Size": Tag.TORCH_SIZE, "dtype": Tag.TORCH_DTYPE, "device": Tag.TORCH_DEVICE}
 
 
 class Constants:
@@ -151,17 +121,13 @@ def decode(data: bytes | memoryview, what: str = "values") -> Any:
     `what`, for anything that `encode` does not write."""
     if memoryview(data).nbytes > VALUES_BYTES_MAX:
         raise DamagedData(f"{what}: it has {memoryview(data).nbytes} bytes; at most {VALUES_BYTES_MAX} are allowed")
-    decoder = _Decoder(memoryview(data).cast("B"))
     try:
-        tree = decoder.value(0)
+        check_headers(data if isinstance(data, bytes) else data.cast("B"), ELEMENTS_MAX + 1, DEPTH_MAX + 2, tags=True)
+        return msgpack.unpackb(data, strict_map_key=False, object_pairs_hook=make_dict, list_hook=list_or_tagged)
     except Exception as exc:
         if is_injected(exc):
             raise
-        text = f"it is not well-formed at byte {decoder.position}: {type(exc).__name__}: {exc!s:.200}"
-        raise DamagedData(f"{what}: {text}") from exc
-    if decoder.position != len(data):
-        raise DamagedData(f"{what}: {len(data) - decoder.position} bytes follow its end")
-    return tree
+        raise DamagedData(f"{what}: it is not well-formed: {type(exc).__name__}: {exc!s:.200}") from exc
 
 
 class _Encoder:
@@ -225,8 +191,8 @@ class _Encoder:
         elif kind is defaultdict:
             factory = value.default_factory
             name = None if factory is None else getattr(factory, "__name__", "")
-            if name is not None and _FACTORIES.get(name) is not factory:
-                self._refuse(f"a defaultdict of {factory!r} cannot be stored; use {', '.join(_FACTORIES)}")
+            if name is not None and FACTORIES.get(name) is not factory:
+                self._refuse(f"a defaultdict of {factory!r} cannot be stored; use {', '.join(FACTORIES)}")
                 name = None
             self._mapping(Tag.DEFAULT_DICT, value, name)
         elif kind is deque:
@@ -246,8 +212,8 @@ class _Encoder:
         elif isinstance(value, np.generic):
             if dtype := self._dtype(value):
                 self._tagged(Tag.SCALAR, dtype, value.tobytes())
-        elif kind.__module__ == "torch" and kind.__name__ in _TORCH:
-            tag = _TORCH[kind.__name__]
+        elif kind.__module__ == "torch" and kind.__name__ in TORCH:
+            tag = TORCH[kind.__name__]
             name = str(value).removeprefix("torch.")
             if tag == Tag.TORCH_SIZE:
                 self._items(tag, value)
@@ -349,7 +315,7 @@ class _Encoder:
 
     def _check_hashes(self, keys: Collection[Any]) -> None:
         """Refuses keys that a reader would refuse."""
-        if _has_hash_collisions(keys):
+        if has_hash_collisions(keys):
             raise self._error(
                 f"more than {SAME_HASH_MAX} keys have the same hash (such as ints that are equal modulo 2**61 - 1); "
                 "give the keys as strings"
@@ -364,7 +330,7 @@ class _Encoder:
     def _dtype(self, value: np.generic | np.ndarray[Any, Any]) -> str:
         """The dtype as it is written; "" if it is refused."""
         name: str = value.dtype.str
-        if _NUMPY_DTYPE.fullmatch(name) is not None:
+        if NUMPY_DTYPE.fullmatch(name) is not None:
             return name
         self._refuse(f"NumPy values of dtype {value.dtype} cannot be stored; convert them to numbers")
         return ""
@@ -411,179 +377,3 @@ def _repr_text(value: Any, length: int) -> str:
     # The value holds an int of too many digits.
     except ValueError:
         return f"<{type(value).__name__}>"
-
-
-# msgpack's fixed-size numbers: first byte -> how to read the rest.
-_NUMBERS = {
-    0xCB: struct.Struct(">d"),
-    0xCC: struct.Struct(">B"), 0xCD: struct.Struct(">H"), 0xCE: struct.Struct(">I"), 0xCF: struct.Struct(">Q"),
-    0xD0: struct.Struct(">b"), 0xD1: struct.Struct(">h"), 0xD2: struct.Struct(">i"), 0xD3: struct.Struct(">q"),
-}  # fmt: skip
-_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-# Lengths: first byte -> (kind of the value, bytes of the length).
-_LENGTHS = {
-    0xC4: ("bin", 1), 0xC5: ("bin", 2), 0xC6: ("bin", 4),
-    0xD9: ("str", 1), 0xDA: ("str", 2), 0xDB: ("str", 4),
-    0xDC: ("array", 2), 0xDD: ("array", 4), 0xDE: ("map", 2), 0xDF: ("map", 4),
-}  # fmt: skip
-_EMPTY_EXT = 0xC7
-
-
-class _Decoder:
-    """Reads one value after the other, and checks each length against the bytes that are left."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.position = 0
-        self._data = data
-        self._elements_left = ELEMENTS_MAX
-
-    def value(self, depth: int) -> Any:
-        head = self._data[self.position]
-        self.position += 1
-        if head < 0x80:
-            return head
-        if head >= 0xE0:
-            return head - 0x100
-        if head in _CONSTANTS:
-            return _CONSTANTS[head]
-        number = _NUMBERS.get(head)
-        if number is not None:
-            (found,) = number.unpack(self._take(number.size))
-            return found
-        kind, length = self._length(head)
-        if kind == "str":
-            return str(self._take(length), "utf-8")
-        if kind == "bin":
-            return bytes(self._take(length))
-        return self._container(kind, length, depth + 1)
-
-    def _length(self, head: int) -> tuple[str, int]:
-        if head < 0x90:
-            return "map", head & 0x0F
-        if head < 0xA0:
-            return "array", head & 0x0F
-        if head < 0xC0:
-            return "str", head & 0x1F
-        if head not in _LENGTHS:
-            raise ValueError(f"no value begins with 0x{head:02x}")
-        kind, size = _LENGTHS[head]
-        return kind, int.from_bytes(self._take(size), "big")
-
-    def _container(self, kind: str, length: int, depth: int) -> Any:
-        items = 2 * length if kind == "map" else length
-        self._elements_left -= items
-        if depth > DEPTH_MAX + 2 or self._elements_left < 0 or items > len(self._data) - self.position:
-            raise ValueError(f"a {kind} of length {length} at depth {depth} is too large or too deep")
-        if kind == "map":
-            return _pairs({}, [self.value(depth) for _ in range(items)])
-        if not items or self._data[self.position] != _EMPTY_EXT:
-            return [self.value(depth) for _ in range(items)]
-        zero, tag = self._take(3)[1:]
-        if zero:
-            raise ValueError("an extension is not empty")
-        return _untag(tag, [self.value(depth) for _ in range(items - 1)])
-
-    def _take(self, size: int) -> memoryview:
-        if size > len(self._data) - self.position:
-            raise ValueError(f"{size} bytes are needed and {len(self._data) - self.position} are left")
-        self.position += size
-        return self._data[self.position - size : self.position]
-
-
-def _pairs(empty: dict[Any, Any], flat: list[Any]) -> dict[Any, Any]:
-    """Fills `empty` (any kind of dict) from key, value, key, value. Returns it."""
-    _refuse_hash_collisions(flat[::2])
-    dict.update(empty, zip(flat[::2], flat[1::2], strict=True))
-    if 2 * len(empty) != len(flat):
-        raise ValueError("a key appears twice")
-    return empty
-
-
-def _has_hash_collisions(keys: Collection[Any]) -> bool:
-    """Whether more than SAME_HASH_MAX of the keys have the same hash."""
-    if len(keys) <= SAME_HASH_MAX:
-        return False
-    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
-    hashes.sort()
-    return bool((hashes[SAME_HASH_MAX:] == hashes[:-SAME_HASH_MAX]).any())
-
-
-def _refuse_hash_collisions(keys: Collection[Any]) -> None:
-    if _has_hash_collisions(keys):
-        raise ValueError(f"more than {SAME_HASH_MAX} keys have the same hash")
-
-
-def _untag(tag: int, items: list[Any]) -> Any:
-    """The value that a tagged array stands for. Errors: ValueError or TypeError for an array that `encode` does not
-    write."""
-    match tag, items:
-        case (Tag.TUPLE, _):
-            return tuple(items)
-        case (Tag.SET | Tag.FROZENSET, _):
-            _refuse_hash_collisions(items)
-            found = set(items) if tag == Tag.SET else frozenset(items)
-            if len(found) != len(items):
-                raise ValueError("an item appears twice")
-            return found
-        case (Tag.ORDERED_DICT, _):
-            _refuse_hash_collisions(items[::2])
-            ordered: OrderedDict[Any, Any] = OrderedDict()
-            for key, value in zip(items[::2], items[1::2], strict=True):
-                ordered[key] = value
-            return ordered
-        case (Tag.COUNTER, _):
-            return _pairs(Counter(), items)
-        case (Tag.DEFAULT_DICT, [None | str() as name, *flat]) if name is None or name in _FACTORIES:
-            return _pairs(defaultdict(None if name is None else _FACTORIES[name]), flat)
-        case (Tag.DEQUE, [None | int() as maxlen, *flat]):
-            return deque(flat, maxlen)
-        case (Tag.INT, [bytes() as data]) if len(data) <= INT_BYTES_MAX:
-            return int.from_bytes(data, "little", signed=True)
-        case (Tag.STR, [bytes() as data]):
-            return data.decode("utf-8", "surrogatepass")
-        case (Tag.BYTEARRAY, [bytes() as data]):
-            return bytearray(data)
-        case (Tag.COMPLEX, [float() as real, float() as imaginary]):
-            return complex(real, imaginary)
-        case (Tag.RANGE, [int(), int(), int()]):
-            return range(*items)
-        case (Tag.SLICE, [_, _, _]):
-            return slice(*items)
-        case (Tag.ARRAY, [str() as dtype, list() as shape, bytes() as data]) if _is_shape(shape):
-            return _array(dtype, shape, data).copy()
-        case (Tag.SCALAR, [str() as dtype, bytes() as data]):
-            return _array(dtype, [], data)[()]
-        case (Tag.INTS, [bytes() as data]):
-            return np.frombuffer(data, "<i8").tolist()
-        case (Tag.FLOATS, [bytes() as data]):
-            return np.frombuffer(data, "<f8").tolist()
-    return _untag_torch(tag, items)
-
-
-def _is_shape(shape: list[Any]) -> bool:
-    return len(shape) <= NDIM_MAX and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
-
-
-def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
-    if _NUMPY_DTYPE.fullmatch(dtype) is None:
-        raise ValueError(f"an array has the unknown dtype {dtype[:40]!r}")
-    if math.prod(shape) * np.dtype(dtype).itemsize != len(data):
-        raise ValueError(f"an array of shape {str(shape)[:80]} cannot have {len(data)} bytes")
-    if dtype == "|b1" and data.translate(None, b"\0\1"):
-        raise ValueError("a bool is neither 0 nor 1")
-    return np.frombuffer(data, dtype).reshape(shape)
-
-
-def _untag_torch(tag: int, items: list[Any]) -> Any:
-    # A trainer has torch loaded. A tool that only looks does not load it for this.
-    torch: Any = sys.modules.get("torch")
-    if tag == Tag.TORCH_SIZE and all(type(n) is int and abs(n) < 1 << 63 for n in items):
-        return torch.Size(items) if torch else tuple(items)
-    match tag, items:
-        case (Tag.TORCH_DTYPE, [str() as name]) if name in ITEMSIZE:
-            if torch and not hasattr(torch, name):
-                raise ValueError(f"torch {torch.__version__} has no {name}; install a newer torch")
-            return getattr(torch, name) if torch else name
-        case (Tag.TORCH_DEVICE, [str() as name]) if len(name) <= DEVICE_MAX:
-            return torch.device(name) if torch else name
-    raise ValueError(f"this ckpt does not know tag {tag} with these {len(items)} items")

@@ -12,11 +12,8 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import select
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +26,7 @@ import msgpack
 
 from ckpt.errors import AgentError, CkptError, UsageError, is_injected
 from ckpt.ipc import messages
+from ckpt.ipc.spawn import spawn_agent
 from ckpt.settings import Settings
 from ckpt.storage.names import redact_url
 from ckpt.threads import Flag, Outcome, Tasks
@@ -121,7 +119,7 @@ def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) ->
         return sock
     with _locked(place.start_lock, deadline):
         while (sock := connect_nowait(place)) is None:
-            if not _spawn(url, place, deadline):
+            if not spawn_agent(url, place.socket, place.run_lock, place.log, deadline):
                 # An agent that is just ending still holds the run lock.
                 time.sleep(0.05)
             if time.monotonic() > deadline:
@@ -153,63 +151,6 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def _spawn(url: str, place: AgentPaths, deadline: float) -> bool:
-    """Starts an agent. True once it serves; False if another agent holds the run lock (the new one says "busy")."""
-    import ckpt
-
-    package_dir = os.fspath(Path(ckpt.__file__).parent.parent)
-    path = os.pathsep.join(p for p in (package_dir, os.environ.get("PYTHONPATH", "")) if p)
-    command = [
-        # The shell ends at once, so the agent is no child of the trainer.
-        *("/bin/sh", "-c", '"$@" &', "sh"),
-        *(sys.executable, "-P", "-m", "ckpt.agent.node.main", "--url", url, "--socket", os.fspath(place.socket)),
-        *("--lock", os.fspath(place.run_lock), "--log", os.fspath(place.log), "--ready-fd"),
-    ]
-    ready_read, low = os.pipe()
-    # A trainer without standard streams could get one of their numbers here. The agent needs those for its own streams.
-    ready_write = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(low)
-    try:
-        try:
-            with open(place.log, "ab") as log:
-                subprocess.run(
-                    [*command, str(ready_write)],
-                    check=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    cwd="/",
-                    env={**os.environ, "PYTHONPATH": path},
-                    pass_fds=[ready_write],
-                    start_new_session=True,
-                )
-        except (OSError, subprocess.CalledProcessError) as exc:
-            raise AgentError(f"cannot start the agent ({sys.executable}): {exc}") from exc
-        finally:
-            os.close(ready_write)
-        said = _read_ready(ready_read, deadline)
-    finally:
-        os.close(ready_read)
-    if said in ("ok", "busy"):
-        return said == "ok"
-    tail = place.log.read_bytes()[-2000:].decode(errors="replace").strip() if place.log.exists() else ""
-    logged = f"its log {place.log} ends with:\n{tail}" if tail else f"its log {place.log} is empty"
-    raise AgentError(f"the agent did not start: {said or 'it ended at once'}; {logged}")
-
-
-def _read_ready(fd: int, deadline: float) -> str:
-    said = b""
-    while not said.endswith(b"\n"):
-        readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-        if not readable:
-            return "it did not answer in time (if this machine is overloaded, start again later)"
-        chunk = os.read(fd, 4096)
-        if not chunk:
-            break
-        said += chunk
-    return said.decode(errors="replace").strip()
 
 
 class Pending:

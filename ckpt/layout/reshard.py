@@ -72,35 +72,6 @@ class Mismatch:
         return "; ".join(self.lines)
 
 
-def find_mismatch(manifest: Manifest, wants: Sequence[Want]) -> Mismatch:
-    """The differences between the wants and the checkpoint. A tensor that another rank owns is not `extra`."""
-    index = _index(manifest)
-    lines: dict[tuple[str, str], str] = {}
-    met: set[int] = set()
-    kinds: dict[str, set[str]] = {"missing": set(), "extra": set(), "reshaped": set(), "retyped": set()}
-    for want in wants:
-        found = _find(manifest, index, want)
-        if found is None:
-            kinds["missing"].add(want.name)
-            lines["missing", want.name] = f"missing in the checkpoint: {_label(want)}"
-            continue
-        met.add(found)
-        spec = manifest.tensors[found]
-        if spec.shape != _expected_shape(spec, want):
-            kinds["reshaped"].add(want.name)
-            lines["reshaped", want.name] = f"{_label(want)} has the shape {want.shape}, in the checkpoint {spec.shape}"
-        if spec.dtype != want.dtype:
-            kinds["retyped"].add(want.name)
-            lines["retyped", want.name] = f"{_label(want)} is {want.dtype}, in the checkpoint {spec.dtype}"
-    owners = {want.owner for want in wants} | {""}
-    for place, spec in enumerate(manifest.tensors):
-        if not spec.values and place not in met and spec.owner.partition("@")[0] in owners:
-            kinds["extra"].add(spec.name)
-            lines["extra", spec.name] = f"only in the checkpoint: {_label(spec)}"
-    missing, extra, reshaped, retyped = (tuple(sorted(names)) for names in kinds.values())
-    return Mismatch(missing, extra, reshaped, retyped, tuple(lines[key] for key in sorted(lines)))
-
-
 @pause_gc()
 def plan_cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
     """The cuts that fill the wanted boxes exactly once, sorted by frame.

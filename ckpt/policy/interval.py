@@ -1,4 +1,4 @@
-"""The classical intervals for one level of checkpoints, and the expected overhead of an interval.
+"""The best interval for one level of checkpoints, and the expected overhead of an interval.
 
 Symbols and units of this module and its neighbours:
 - `stall_s`: the seconds that one checkpoint stops training. `mtbf_s`: the mean time between failures.
@@ -31,28 +31,6 @@ def young(stall_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * not_negative("stall_s", stall_s) * positive("mtbf_s", mtbf_s))
 
 
-def daly(stall_s: float, mtbf_s: float, recovery_s: float) -> float:
-    """The interval in seconds by Daly 2006 ("A higher order estimate of the optimum checkpoint interval for restart
-    dumps"), first order: sqrt(2 C (M + R)).
-
-    The exact optimum does not depend on R. So this is the weakest of the four formulas if recovery takes long.
-    """
-    not_negative("recovery_s", recovery_s)
-    return math.sqrt(2 * not_negative("stall_s", stall_s) * (positive("mtbf_s", mtbf_s) + recovery_s))
-
-
-def daly_higher(stall_s: float, mtbf_s: float) -> float:
-    """The interval in seconds by Daly 2006, higher order: with x = C / 2M,
-    sqrt(2 C M) (1 + sqrt(x) / 3 + x / 9) - C for C < 2M, else M.
-    """
-    interval = young(stall_s, mtbf_s)
-    if stall_s >= 2 * mtbf_s:
-        return mtbf_s
-    x = stall_s / (2 * mtbf_s)
-    # Rounding may go below 0 if the stall is tiny.
-    return max(0.0, interval * (1 + math.sqrt(x) / 3 + x / 9) - stall_s)
-
-
 def exact(stall_s: float, mtbf_s: float) -> float:
     """The interval in seconds with the least `overhead`: M (1 + W0(-exp(-C/M - 1))), W0 the principal branch of
     Lambert's W.
@@ -77,20 +55,6 @@ def overhead(interval_s: float, stall_s: float, mtbf_s: float, recovery_s: float
         return math.inf
     # Rounding may go below 0 if next to nothing is lost.
     return max(0.0, wall / interval_s - 1)
-
-
-def checkfreq_steps(stall_s: float, step_s: float, budget: float) -> int:
-    """The least number of steps between snapshots that keeps stall / work within `budget` (.035: 3.5 %), at least 1.
-
-    CheckFreq (Mohan, Phanishayee, Chidambaram 2021), the rule behind its choice of frequency: k >= o / (p t), with o
-    the stall, p the budget and t the seconds of a step. It ignores failures, and suits users who state what saving may
-    cost. Ask again with newer measurements of stall and step: the interval widens if the budget was exceeded.
-    """
-    not_negative("stall_s", stall_s)
-    allowed = positive("step_s", step_s) * positive("budget", budget)
-    if not allowed:
-        raise UsageError(f"budget={budget} times step_s={step_s} is too small for a float; give larger values")
-    return max(1, whole_above(stall_s / allowed))
 
 
 def _root(c: float) -> float:

@@ -1,6 +1,6 @@
 """The solver of the adaptive policy: it computes the intervals from the measurements, within the user's limits.
 
-Each level has an interval of least cost (as in `levels.best`, but in real numbers). The limits move it. Guarantees:
+Each level has an interval of least cost (Young 1974, for its own cost and failures). The limits move it. Guarantees:
 
 - A limit that can be kept is kept, by the current estimates. An interval that a limit decides leaves a tenth of the
   limit in hand. A broken limit is kept again at once, unless that risks a limit of higher rank.
@@ -28,33 +28,24 @@ from typing import Literal
 from ckpt.policy.adaptive import Adaptive, Chosen, Decision, LocalBy, StoreBy
 from ckpt.policy.failures import Failure
 from ckpt.policy.interval import ROUNDING
+from ckpt.policy.interval_moves import CHANGE_MIN, LIMITS, Limit, alternatives, level_gain, nearest_counts, start_levels
 from ckpt.policy.known import Measurements
 from ckpt.policy.levels import overhead_of
 from ckpt.policy.predicted import with_predictions
-from ckpt.policy.rates import reconsider
-from ckpt.policy.robust_mean import LONG, RobustMean
+from ckpt.policy.robust_mean import RobustMean, stable_mean
 from ckpt.policy.save_options import STEPS_APART, Limits
 
 # The interval until the first snapshot is measured: soon enough to learn from, rare enough to cost nothing.
 START_S = 60.0
 LEAST_S = 1.0  # one second less of lost work is nothing beside any recovery
 LIMIT_MARGIN = 1.1  # the margin to a limit
-CHANGE_MIN = 1 / 7  # the least relative change of an interval
 # Standard deviations of the mean of a bound: an interval that is nearer may equal the bound.
 BOUND_DEVIATIONS = 3.0
-# Standard deviations for a value that is checked without end: three occur by chance after a hundred checks.
-CHECK_DEVIATIONS = 4.0
-# What counts as noise. 1 would keep any interval, however wrong, while only one failure is known.
-DEVIATIONS = 0.75
 # Standard deviations by which a limit must be exceeded to count as broken while limits contradict each other.
 CONFLICT_DEVIATIONS = 1.5
-# The factor on the noise for the way back: near a rate's best interval that makes three deviations of the rate.
-RETURN_FACTOR = 2.0
 MB = 1e6
 
-Limit = Literal["store_mb_s", "unsaved_s", "at_risk_s", "overhead"]
 Bound = Limit | Literal["step", "replication", "least", "commit"]
-LIMITS: tuple[Limit, ...] = ("store_mb_s", "unsaved_s", "at_risk_s", "overhead")  # the first is kept first
 
 
 def decide(
@@ -81,7 +72,7 @@ def decide(
     within = _Limits(limits.overhead, limits.store_mb_s, limits.at_risk_s, Limits(unsaved_s=unsaved_s).unsaved_s)
     needs = _Needs(known, within, nodes, peers, slots)
     wanted = needs.best_choice()
-    if current is None or _start_levels(current) != _start_levels(wanted) or not needs.is_possible(current):
+    if current is None or start_levels(current) != start_levels(wanted) or not needs.is_possible(current):
         return needs.make_decision(wanted)
     stay = current
     if stay.local_by == "predictions" and not needs.has_predictions:
@@ -91,15 +82,11 @@ def decide(
     return needs.make_decision(_reconsider_intervals(needs, stay))
 
 
-def _start_levels(choice: Chosen) -> tuple[bool, bool]:
-    return choice.local_by == "start", choice.store_by == "start"
-
-
 def _reconsider_intervals(needs: _Needs, stay: Chosen) -> Chosen:
     """The current intervals, the wanted ones, or the current ones with one level changed: what gains most beyond noise.
     If the current ones break a limit: what gains most, or loses least, among those that keep it."""
     wanted = needs.best_choice()
-    moves = bool(_alternatives(stay, wanted, CHANGE_MIN))
+    moves = bool(alternatives(stay, wanted, CHANGE_MIN))
     if not moves and not needs.broken_limits(stay, needs.relaxed_limits(wanted)):
         return stay
     surely = needs.with_tight_limits(stay)
@@ -108,11 +95,11 @@ def _reconsider_intervals(needs: _Needs, stay: Chosen) -> Chosen:
     broken = needs.broken_limits(stay, allowed, doubt)
     if not moves and not broken:
         return stay
-    found = _alternatives(stay, surely.best_choice(), 0.0 if broken else CHANGE_MIN)
+    found = alternatives(stay, surely.best_choice(), 0.0 if broken else CHANGE_MIN)
     kept = LIMITS
     # Mending a limit must not put one of higher rank at risk.
     if broken:
-        found += _alternatives(stay, wanted)
+        found += alternatives(stay, wanted)
         kept = LIMITS[: min(LIMITS.index(each) if each in LIMITS else 0 for each in broken)]
     found = [each for each in found if needs.is_possible(each)]
     can = [each for each in found if not needs.broken_limits(each, allowed) and surely.keeps_limits(each, stay, kept)]
@@ -129,73 +116,9 @@ def _reconsider_intervals(needs: _Needs, stay: Chosen) -> Chosen:
     )
 
 
-def _alternatives(stay: Chosen, wanted: Chosen, least: float = 0.0) -> list[Chosen]:
-    """The wanted intervals, and each level's wanted interval beside the other's current one. Only for levels that move
-    by more than the part `least`."""
-    local_moves = _is_moved(stay.local_s, wanted.local_s, least)
-    store_moves = _is_moved(stay.store_s, wanted.store_s, least)
-    found = [wanted] if local_moves or store_moves else []
-    if wanted.store_by == "start":
-        return found  # there is only one level yet
-    if local_moves:
-        found += _divide_store_interval(stay.store_s, wanted.local_s, wanted.local_by, stay.store_by)
-    if store_moves:
-        times = wanted.store_s / stay.local_s
-        found += [Chosen(stay.local_s, k, stay.local_by, wanted.store_by) for k in _nearest_counts(times)]
-    return found
-
-
-def _is_moved(was_s: float, is_s: float, least: float) -> bool:
-    return abs(is_s / was_s - 1) > least
-
-
-def _gain(
-    was_s: float,
-    is_s: float,
-    from_s: float,
-    by: LocalBy | StoreBy,
-    cost: float,
-    rate: float,
-    cost_error: float,
-    rate_error: float,
-) -> tuple[float, float]:
-    """For one level: the overhead that a change saves, and the noise in that number.
-
-    The gain of a move of at most CHANGE_MIN does not count: it is made only because the other level moves. A change
-    that a limit stops halfway has up to twice the gain for its noise, so it takes twice the noise.
-
-    A change back to where the interval came from takes BACK times the noise, twice that if a limit decides: either
-    change may have been noise. For a badly known rate that would exceed any gain. There it takes sqrt(n) times the
-    noise, n as in `reconsider`.
-    """
-    times = 2 if by in LIMITS else 1
-    deviations = DEVIATIONS * times
-    if from_s and (is_s - was_s) * (from_s - was_s) > 0:
-        deviations *= max(1.0, min(RETURN_FACTOR * times, rate / rate_error))
-    change = reconsider(was_s, is_s, cost, rate, cost_error, rate_error, deviations)
-    return change.gain if _is_moved(was_s, is_s, CHANGE_MIN) else min(0.0, change.gain), change.noise
-
-
-def _divide_store_interval(store_s: float, local_s: float, local_by: LocalBy, store_by: StoreBy) -> list[Chosen]:
-    """The two even divisions of a commit's interval into snapshot intervals next to the wanted one."""
-    return [Chosen(store_s / k, k, local_by, store_by) for k in _nearest_counts(store_s / local_s)]
-
-
-def _nearest_counts(times: float) -> list[int]:
-    """The whole numbers next to `times`, at least 1."""
-    return sorted({max(1, math.floor(times * (1 + ROUNDING))), max(1, math.ceil(times * (1 - ROUNDING)))})
-
-
-def _stable_mean(measured: RobustMean) -> RobustMean:
-    """The long-run measurements, unless the newest ones clearly differ."""
-    long_run = replace(measured, window=LONG)
-    off = abs((measured.mean or 0.0) - (long_run.mean or 0.0))
-    return long_run if off <= CHECK_DEVIATIONS * math.hypot(measured.error, long_run.error) else measured
-
-
 def _has_left_bound(bound_s: float, measured: RobustMean) -> bool:
     """Whether a bound has moved away from the current interval, which rests on measurements with the same errors."""
-    settled = _stable_mean(measured)
+    settled = stable_mean(measured)
     return abs(bound_s - (settled.mean or 0.0)) > BOUND_DEVIATIONS * math.hypot(measured.error, settled.error)
 
 
@@ -246,12 +169,12 @@ class _Needs:
         }
         self.least_s: dict[Literal["least", "step", "replication"], float] = {
             "least": LEAST_S,
-            "step": _stable_mean(steps).mean or 0.0,
-            "replication": _stable_mean(known.replication).mean or 0.0,
+            "step": stable_mean(steps).mean or 0.0,
+            "replication": stable_mean(known.replication).mean or 0.0,
         }
         self.floors_s: dict[StoreBy, float] = {
             "snapshot": max(self.least_s.values()),
-            "commit": _stable_mean(self.commit_spacing).mean or m.commit_s,
+            "commit": stable_mean(self.commit_spacing).mean or m.commit_s,
             "store_mb_s": self.traffic_s * LIMIT_MARGIN,
         }
         at_risk_s = math.inf if limits.at_risk_s is None else limits.at_risk_s
@@ -305,7 +228,7 @@ class _Needs:
         if local_s >= store_s:
             both_by: LocalBy = bound if store_by == "snapshot" and store_s <= self.least_s[bound] else "store"
             return Chosen(self._local_s(1, budget), 1, both_by, store_by)
-        choices = [Chosen(self._local_s(k, budget), k, local_by, store_by) for k in _nearest_counts(store_s / local_s)]
+        choices = [Chosen(self._local_s(k, budget), k, local_by, store_by) for k in nearest_counts(store_s / local_s)]
         limits = replace(self.limits, overhead=budget)
         breaks = [len(self.broken_limits(each, limits)) for each in choices]
         return min(zip(breaks, choices, strict=True), key=lambda each: (each[0], self._cost(each[1])))[1]
@@ -354,11 +277,11 @@ class _Needs:
         """The overhead that a change saves, minus the noise. The estimates of both levels are independent."""
         by = then.store_by if then.local_by == "store" else then.local_by
         estimates = self.local_cost_s, self.local_rate, self.local_cost_error_s, self.local_rate_error
-        gain, noise = _gain(now.local_s, then.local_s, now.local_from_s, by, *estimates)
+        gain, noise = level_gain(now.local_s, then.local_s, now.local_from_s, by, *estimates)
         if then.store_by == "start":
             return gain - noise
         estimates = self.store_cost_s, self.store_rate, self.store_cost_error_s, self.store_rate_error
-        store_gain, store_noise = _gain(now.store_s, then.store_s, now.store_from_s, then.store_by, *estimates)
+        store_gain, store_noise = level_gain(now.store_s, then.store_s, now.store_from_s, then.store_by, *estimates)
         return gain + store_gain - math.hypot(noise, store_noise)
 
     def saving_share(self, choice: Chosen) -> float:

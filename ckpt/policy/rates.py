@@ -72,11 +72,6 @@ class GammaRate:
         """1 / mean."""
         return self.total_s / self.shape
 
-    def survival(self, exposure_s: float) -> float:
-        """The probability of no failure in the next `exposure_s`: ((b + t) / (b + t + x))^(a + n), the mean of
-        e^(-rate x) over the posterior (Gelman et al. 2013, section 2.6: the negative binomial at 0)."""
-        return math.exp(-self.shape * math.log1p(not_negative("exposure_s", exposure_s) / self.total_s))
-
     def quantile(self, p: float) -> float:
         """The rate per second below which the true one lies with probability p, 0 < p < 1. The relative error is about
         1e-8.

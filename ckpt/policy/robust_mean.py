@@ -9,7 +9,7 @@ state that has grown since.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckpt.policy.interval import not_negative
@@ -17,6 +17,8 @@ from ckpt.policy.interval import not_negative
 # Half a window outvotes the values before: within 80 minutes at a commit every ten minutes.
 WINDOW = 16
 LONG = 64  # half the error, and a better estimate of the error
+# Standard deviations for a value that is checked without end: three occur by chance after a hundred checks.
+CHECK_DEVIATIONS = 4.0
 
 
 @dataclass(frozen=True)  # no slots, because of the cached properties
@@ -80,3 +82,10 @@ class RobustMean:
         """The standard deviation of `high` for normal values: sqrt(p (1 - p)) / density(p) is 1.6 for p = 7/8, that of
         the mean 1 (Cramer 1946, section 28.5)."""
         return 1.6 * self.error
+
+
+def stable_mean(measured: RobustMean) -> RobustMean:
+    """The long-run measurements, unless the newest ones clearly differ."""
+    long_run = replace(measured, window=LONG)
+    off = abs((measured.mean or 0.0) - (long_run.mean or 0.0))
+    return long_run if off <= CHECK_DEVIATIONS * math.hypot(measured.error, long_run.error) else measured

@@ -5,7 +5,7 @@ most 64 KiB), the arrays (float32, row-major, without gaps, in the order of `sha
 4 MiB. Nothing in the file is executed.
 
 The network is one bidirectional LSTM over the newest `window` readings (after Tran et al. 2022; Hochreiter and
-Schmidhuber 1997). One linear layer turns its two last states into a logit, calibrated as in `hazard`. A reading is
+Schmidhuber 1997). One linear layer turns its two last states into a logit, calibrated as in `calibration`. A reading is
 standardised by the training nodes' mean and deviation, and cut off at Z_MAX. A missing signal counts as the mean.
 """
 

@@ -7,7 +7,6 @@ predictions are missing. It reads while a job trains here.
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import threading
 import time
@@ -43,7 +42,7 @@ class SignalReader:
         # Keeps readings between the lines `signals.begin` and `signals.end`.
         self._log_lock = threading.Lock()
         self._readings_until_report = 0
-        self._failures: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self._has_failed = threading.Event()  # since the newest reading
         self._signal_log: JsonLines | None = None
         self._tasks: Tasks | None = None
         self._log_header = {"by": "agent", "node": socket.gethostname(), "url": url, "pid": os.getpid()}
@@ -72,7 +71,7 @@ class SignalReader:
 
     def record_failure(self, at_s: float) -> None:
         """Records that this node failed at that monotonic time."""
-        self._failures.put(at_s)
+        self._has_failed.set()
         if self._signal_log is not None:
             self._signal_log(Event("signals.failure", "", time_s=time.time() - (time.monotonic() - at_s)))
 
@@ -111,8 +110,9 @@ class SignalReader:
 
     def _read(self, sampler: Sampler, watch: SignalWatch) -> None:
         now_s = time.monotonic()
-        while not self._failures.empty():
-            watch.record_failure(self._failures.get())
+        if self._has_failed.is_set():
+            self._has_failed.clear()
+            watch.record_failure()
         before = watch.sources
         values = sampler.read(now_s)
         alarms = watch.add_reading(now_s, values)

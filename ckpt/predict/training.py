@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import UsageError
-from ckpt.predict.hazard import Array, auc, platt, sigmoid
+from ckpt.predict.calibration import Array, auc, platt, sigmoid
 from ckpt.predict.model import SIGNALS_MAX, Floats, Trained, shapes
 from ckpt.predict.recorded import Recorded, RecordedRun
 from ckpt.predict.scoring import WINDOW_S, Score
@@ -108,15 +108,13 @@ def train(
     return replace(trained, report={name: round(value, 6) for name, value in found.report().items()}), found
 
 
-def evaluate(trained: Trained, runs: Sequence[RecordedRun], needed_s: float = NEEDED_S) -> PredictorScore:
-    """A predictor's quality on these runs. `needed_s`: an alarm with a shorter lead is late."""
+def evaluate(trained: Trained, runs: Sequence[RecordedRun]) -> PredictorScore:
+    """A predictor's quality on these runs. An alarm with a lead below NEEDED_S is late."""
     ends = [_window_ends(run, trained.window) for run in runs]
     p = [_probabilities(trained, each) for each in ends]
     failures = sum(len(run.failures_s) for run in runs)
     area = auc(np.concatenate([np.zeros(0), *p]), np.concatenate([np.zeros(0), *(each.outcomes for each in ends)]))
-    return PredictorScore(
-        area, _score_alarms(p, ends, trained.alarm_above, needed_s), failures, len({run.node for run in runs})
-    )
+    return PredictorScore(area, _score_alarms(p, ends, trained.alarm_above), failures, len({run.node for run in runs}))
 
 
 # -- the training data
@@ -234,7 +232,7 @@ def _probabilities(trained: Trained, ends: Ends) -> Array:
 # -- alarms
 
 
-def _score_alarms(p: Sequence[Array], ends: Sequence[Ends], above: float, needed_s: float) -> Score:
+def _score_alarms(p: Sequence[Array], ends: Sequence[Ends], above: float) -> Score:
     """The score of the alarms, as a coordinator counts it: an alarm stands for WINDOW_S, or until the failure."""
     score = Score()
     for probabilities, each in zip(p, ends, strict=True):
@@ -250,7 +248,7 @@ def _score_alarms(p: Sequence[Array], ends: Sequence[Ends], above: float, needed
             elif standing is None:
                 score = score.with_missed_failure()
             else:
-                score, standing = score.with_true_alarm(at_s - standing, at_s - standing >= needed_s), None
+                score, standing = score.with_true_alarm(at_s - standing, at_s - standing >= NEEDED_S), None
         if standing is not None and run.times_s[-1] - standing > WINDOW_S:
             score = score.with_false_alarm()
     return score
@@ -261,7 +259,7 @@ def _threshold(trained: Trained, ends: Sequence[Ends]) -> float:
     p = [_probabilities(trained, each) for each in ends]
     best, most = 0.5, -1.0
     for above in np.unique(np.quantile(np.concatenate(p), np.linspace(0.5, 1.0, 41))):
-        score = _score_alarms(p, ends, float(above), NEEDED_S)
+        score = _score_alarms(p, ends, float(above))
         f1 = 2 * score.true / max(2 * score.true + score.late + score.false + score.missed, 1e-9)
         if f1 > most:
             best, most = float(above), f1

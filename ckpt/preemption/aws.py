@@ -10,6 +10,7 @@ state".
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -83,7 +84,7 @@ class AwsListener:
                 raise faults[0]
             return POLL_S
 
-        with self._service.keep_open():
+        with contextlib.closing(self._service):
             poll_until_stopped(self.name, stop, ask, self._events)
 
     def _get(self, path: str, stop: threading.Event) -> Reply | None:

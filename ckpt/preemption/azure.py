@@ -90,7 +90,7 @@ class AzureListener:
                 quiet = b"" if self._standing_keys else reply.body
             return POLL_S
 
-        with self._service.keep_open():
+        with contextlib.closing(self._service):
             poll_until_stopped(self.name, stop, ask, self._events)
 
     def acknowledge(self, key: str, stop: threading.Event) -> bool:

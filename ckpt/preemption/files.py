@@ -40,14 +40,12 @@ class FileListener:
     def __init__(
         self,
         path: Path,
-        lead_s: float = LEAD_S,
         *,
         events: Events | None = None,
         now_s: Callable[[], float] = time.time,
         first: FirstDeadlines | None = None,
     ) -> None:
         self._path = path
-        self._lead_s = lead_s
         self._events = events
         self._now_s = now_s
         self._first_deadlines: FirstDeadlines = {} if first is None else first
@@ -65,7 +63,7 @@ class FileListener:
                 written_s = 0.0
                 known.set_standing(self.name, [])
                 return POLL_S
-            is_another = not written_s and found[1] > first.get(key, math.inf) - self._lead_s
+            is_another = not written_s and found[1] > first.get(key, math.inf) - LEAD_S
             if found[1] != written_s:
                 written_s, seen_s = found[1], self._now_s()
             deadline_s = deadline_of(found[0], min(seen_s, written_s))
@@ -73,7 +71,7 @@ class FileListener:
                 # The file is another one than an earlier listener saw.
                 if is_another:
                     known.set_standing(self.name, [])
-                deadline_s = known.earliest_deadline(key, seen_s + self._lead_s)
+                deadline_s = known.earliest_deadline(key, seen_s + LEAD_S)
             known.set_standing(self.name, [Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
             return POLL_S
 

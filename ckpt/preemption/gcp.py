@@ -9,6 +9,7 @@ live migration and maintenance notices".
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import urllib.parse
@@ -110,7 +111,8 @@ class GcpListener:
         if etag:
             asked = {"wait_for_change": "true", "last_etag": etag, "timeout_sec": str(self._wait_s)}
             path, timeout_s = f"{path}?{urllib.parse.urlencode(asked)}", timeout_s + self._wait_s
-        reply = self._service.request("GET", path, {"Metadata-Flavor": "Google"}, stop, timeout_s=timeout_s)
+        with contextlib.closing(self._service):  # a minute apart, requests gain nothing by an open connection
+            reply = self._service.request("GET", path, {"Metadata-Flavor": "Google"}, stop, timeout_s=timeout_s)
         if reply.status != 200:
             raise Fault(f"GET {path} was answered with status {reply.status}")
         value = reply.text()

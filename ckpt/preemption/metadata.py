@@ -1,31 +1,40 @@
 """The client of a machine's metadata service: small requests to one address, bounded in time and bytes.
 
-- No proxy is used and no redirect is followed. Each request has its own connection, unless `keep_open` keeps one.
-- If the service has closed a kept connection, the request is sent once more over a new one. POST is never sent twice.
-- http_connection.py says what a reply is and what ends a request.
+- No proxy is used and no redirect is followed. The connection stays open between requests, except after POST.
+- If the service has closed the open connection, the request is sent once more over a new one. POST is never sent twice.
+- A request ends within half a second after `stop` is set, at its deadline, and when more bytes come than any correct
+  answer has. A reply that was cut short, in its headers or its body, raises Fault.
 """
 
 from __future__ import annotations
 
 import contextlib
 import email.utils
-import functools
 import json
+import os
+import select
+import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ckpt.errors import UsageError
-from ckpt.preemption.http_connection import Unheard, Wire
 from ckpt.preemption.poll import Fault
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
 
 T = TypeVar("T")
 
 FIELD_LENGTH_MAX = 200  # characters of a service's text in a key or a message
+BODY_BYTES_MAX = 64 << 10
+REPLY_BYTES_MAX = 4 * BODY_BYTES_MAX  # with headers, and with the chunks' own
+# The longest delay until `stop` is noticed. Wake-ups are most of the cost of a long poll.
+SLICE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,8 @@ class Reply:
 
 
 class Service:
-    """The metadata service at `endpoint`: an http URL, or host and port as some SDKs give it. Thread-safe.
+    """The metadata service at `endpoint`: an http URL, or host and port as some SDKs give it. POST may be sent from any
+    thread; all other requests, and `close`, belong to one thread.
 
     Errors: the constructor raises UsageError for any other endpoint.
     """
@@ -83,26 +93,13 @@ class Service:
                 f"{endpoint!r} is not the address of a metadata service; give one such as http://127.0.0.1:1338"
             )
         self._base = url.path.rstrip("/")
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self._host_header = host if self._port == 80 else f"{host}:{self._port}"
-        self._lock = threading.Lock()
-        self._keep_open_count = 0
-        self._idle: Wire | None = None
+        self._idle: HTTPConnection | None = None  # its `sock` is a _Socket
 
-    @contextlib.contextmanager
-    def keep_open(self) -> Iterator[None]:
-        """Keeps the connection open between requests inside the block, if the service allows.
-        A new connection costs more than a request."""
-        with self._lock:
-            self._keep_open_count += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._keep_open_count -= 1
-                idle, self._idle = (None, self._idle) if self._keep_open_count else (self._idle, None)
-            if idle is not None:
-                idle.close()
+    def close(self) -> None:
+        """Closes the open connection. The next request opens another one."""
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            idle.close()
 
     def request(
         self,
@@ -112,68 +109,110 @@ class Service:
         stop: threading.Event,
         *,
         timeout_s: float,
-        body: bytes = b"",
+        body: bytes | None = None,
     ) -> Reply:
         """Sends one request and returns the whole reply, of any status. Errors: Fault, also if `stop` is set."""
+        from http.client import HTTPConnection, HTTPException
+
         until_s = time.monotonic() + timeout_s
-        keep = self._keep_open_count > 0 and method != "POST"  # a POST is never sent twice
+        idle = None
+        if method != "POST":
+            idle, self._idle = self._idle, None
         try:
-            head = _head(method, self._base + path, self._host_header, tuple(headers.items()), len(body), keep)
-            idle = self._take_idle() if keep else None
-            try:
-                return self._exchange(idle, head + body, keep, stop, until_s)
-            except Unheard:
-                if idle is None:
-                    raise
-                # The service had closed the idle connection.
-                return self._exchange(None, head + body, keep, stop, until_s)
-        except (OSError, ValueError, Fault) as exc:  # ValueError: an impossible host name
+            if idle is not None:
+                # Suppressed: the service has closed the open connection.
+                with contextlib.suppress(ConnectionError):
+                    cast(_Socket, idle.sock).begin(stop, until_s)
+                    return self._exchange(idle, method, path, headers, body)
+            connection = HTTPConnection(self._host, self._port)
+            connection.sock = _Socket.connected(self._host, self._port, stop, until_s)
+            return self._exchange(connection, method, path, headers, body)
+        except (OSError, ValueError, HTTPException, Fault) as exc:  # ValueError: an impossible host name or header
             raise Fault(f"{method} {self.endpoint}{path}: {exc}") from exc
 
-    def _exchange(self, idle: Wire | None, request: bytes, keep: bool, stop: threading.Event, until_s: float) -> Reply:
-        """One exchange, over the idle connection or a new one. `keep`: leave it open if the service allows."""
-        wire = idle or Wire(self._host, self._port, stop, until_s)
-        done: Wire | None = wire
+    def _exchange(
+        self, connection: HTTPConnection, method: str, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> Reply:
+        """One exchange. Afterwards the connection is kept for the next request, or closed. Errors: Fault, OSError,
+        HTTPException, ValueError."""
+        wire, is_reusable = cast(_Socket, connection.sock), False
         try:
             sent_s = self._now_s()
-            answer = wire.exchange(request, stop, until_s)
-            came_s = self._now_s()
-            if keep and not answer.is_last:
-                done = self._keep_idle(wire)
+            connection.request(method, self._base + path, body, dict(headers))
+            with connection.getresponse() as answer:
+                if wire.has_ended:
+                    raise Fault("the connection ended within the headers of the reply")
+                if (answer.length or 0) > BODY_BYTES_MAX:
+                    raise Fault(f"the reply has {answer.length} bytes; at most {BODY_BYTES_MAX} are allowed")
+                content = answer.read(BODY_BYTES_MAX + 1)
+                if len(content) > BODY_BYTES_MAX:
+                    raise Fault(f"the reply has more than {BODY_BYTES_MAX} bytes")
+                if answer.length:
+                    raise Fault(f"the connection ended after {len(content)} bytes of the body")
+                is_reusable = method != "POST" and answer.isclosed() and not answer.will_close
+            etag, date = answer.getheader("ETag", ""), answer.getheader("Date", "")
+            return Reply(answer.status, content, etag, date, sent_s, self._now_s())
         finally:
-            if done is not None:
-                done.close()
-        etag, date = answer.headers.get("etag", ""), answer.headers.get("date", "")
-        return Reply(answer.status, answer.body, etag, date, sent_s, came_s)
-
-    def _take_idle(self) -> Wire | None:
-        with self._lock:
-            idle, self._idle = self._idle, None
-            return idle
-
-    def _keep_idle(self, wire: Wire) -> Wire | None:
-        """Keeps the connection for the next request. Returns the connection to close instead, if any."""
-        with self._lock:
-            if not self._keep_open_count:
-                return wire
-            other, self._idle = self._idle, wire
-            return other
+            if is_reusable:
+                self._idle = connection
+            else:
+                connection.close()
 
 
-@functools.lru_cache(maxsize=16)  # a poller repeats the same request
-def _head(
-    method: str, target: str, host: str, headers: tuple[tuple[str, str], ...], body_bytes: int, keep: bool
-) -> bytes:
-    """The request line and headers. Errors: Fault for characters that would end a line early."""
-    lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", "Accept-Encoding: identity"]
-    lines += [f"{name}: {value}" for name, value in headers]
-    if not keep:
-        lines.append("Connection: close")
-    if method != "GET":
-        lines.append(f"Content-Length: {body_bytes}")
-    if " " in target or not all(line.isascii() and line.isprintable() for line in lines):
-        raise Fault("the request has characters that HTTP headers do not allow")
-    return "\r\n".join([*lines, "", ""]).encode()
+class _Socket(socket.socket):
+    """A socket whose waits end when `stop` is set and at `until_s`, and which gives at most REPLY_BYTES_MAX bytes to
+    each exchange. `has_ended`: the other end has closed it. Errors: Fault, TimeoutError, OSError."""
+
+    @classmethod
+    def connected(cls, host: str, port: int, stop: threading.Event, until_s: float) -> _Socket:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = cls(family, kind, protocol)
+        try:
+            made.setblocking(False)
+            made.begin(stop, until_s)
+            made.connect_ex(address)
+            made._await(select.POLLOUT)
+            if error := made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(error, os.strerror(error))
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def begin(self, stop: threading.Event, until_s: float) -> None:
+        """Begins one exchange."""
+        self._stop, self._until_s, self._bytes_left, self.has_ended = stop, until_s, REPLY_BYTES_MAX, False
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        while True:
+            self._await(select.POLLIN)
+            with contextlib.suppress(BlockingIOError):
+                count = super().recv_into(buffer, nbytes, flags)
+                break
+        self.has_ended = not count
+        self._bytes_left -= count
+        if self._bytes_left < 0:
+            raise Fault(f"the reply has more than {REPLY_BYTES_MAX} bytes")
+        return count
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        view = memoryview(data)
+        while view:
+            with contextlib.suppress(BlockingIOError):
+                view = view[self.send(view, flags) :]
+                continue
+            self._await(select.POLLOUT)
+
+    def _await(self, mask: int) -> None:
+        poll = select.poll()
+        poll.register(self, mask)
+        while not self._stop.is_set():
+            left_s = self._until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("no answer in time")
+            if poll.poll(min(left_s, SLICE_S) * 1000):
+                return
+        raise Fault("stopped")
 
 
 def parse_or_fault(what: str, parse: Callable[[], T]) -> T:

@@ -22,12 +22,12 @@ svg { max-width: 100%; height: auto }
 """
 
 
-def write_html(report: Document, path: Path, plots: bool = True) -> None:
+def write_html(report: Document, path: Path) -> None:
     """Writes the file. Errors: OSError; UsageError as `plots.check_can_draw`."""
-    path.write_text("\n".join(_lines(report, plots)) + "\n")
+    path.write_text("\n".join(_lines(report)) + "\n")
 
 
-def _lines(report: Document, plots: bool) -> Iterator[str]:
+def _lines(report: Document) -> Iterator[str]:
     yield '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width">'
     yield f"<title>{escape(report.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>"
@@ -39,8 +39,7 @@ def _lines(report: Document, plots: bool) -> Iterator[str]:
             if isinstance(part, Table):
                 yield from _table(part)
             elif isinstance(part, Plot):
-                if plots:
-                    yield _picture(part)
+                yield _picture(part)
             else:
                 yield f"<p>{escape(part)}</p>"
     yield "</body>\n</html>"

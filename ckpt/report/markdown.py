@@ -11,15 +11,14 @@ from ckpt.report.document import Document, Plot, Table, format_cell
 from ckpt.report.plots import draw
 
 
-def write_markdown(report: Document, path: Path, plots: bool = True) -> None:
+def write_markdown(report: Document, path: Path) -> None:
     """Writes the file, and its plots into the folder `<name of the file>-plots`. Errors: OSError; UsageError as
     `plots.check_can_draw`."""
-    folder = path.with_name(f"{path.stem}-plots")
-    lines = list(_lines(report, folder if plots else None))
+    lines = list(_lines(report, path.with_name(f"{path.stem}-plots")))
     path.write_text("\n".join(lines) + "\n")
 
 
-def _lines(report: Document, folder: Path | None) -> Iterator[str]:
+def _lines(report: Document, folder: Path) -> Iterator[str]:
     yield f"# {report.title}"
     yield ""
     yield from (f"- {name}: {format_cell(value)}" for name, value in report.facts.items())
@@ -30,8 +29,7 @@ def _lines(report: Document, folder: Path | None) -> Iterator[str]:
             if isinstance(part, Table):
                 yield from _table(part)
             elif isinstance(part, Plot):
-                if folder is not None:
-                    yield _picture(part, folder, number)
+                yield _picture(part, folder, number)
             else:
                 yield part
 

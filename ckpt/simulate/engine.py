@@ -23,21 +23,17 @@ import enum
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import groupby
 
-from ckpt.policy.failures import Failure
 from ckpt.policy.save_options import STEPS_APART, exit_lead_s
 from ckpt.simulate.memory import SavedState, lose_nodes, make_home
 from ckpt.simulate.notices import SimulatedNotice, draw_notices
-from ckpt.simulate.outcome import Cause, Recovery, RestoredFrom, RunOutcome
+from ckpt.simulate.outcome import Cause, RestoredFrom, RunOutcome
+from ckpt.simulate.restarts import Interruption, JobTimes, outcome_of
 from ckpt.simulate.saves import saves_of
 from ckpt.simulate.scenario import Rejoin, Scenario
 from ckpt.simulate.trace import EventKind, Trace, TraceEvent
 from ckpt.simulate.training import NEVER, Doing, Training
-
-GB = 1e9
-MONTH_S = 730 * 3600.0
 
 
 def simulate(scenario: Scenario, trace: Trace, seed: int = 0) -> RunOutcome:
@@ -54,33 +50,6 @@ class JobPhase(enum.Enum):
     STARTING = "starting"
     RESTORING = "restoring"
     TRAINING = "training"
-
-
-@dataclass(slots=True)
-class Interruption:
-    """A restart under way. `nodes`: of the job before it. `level`: None until a checkpoint was chosen."""
-
-    time_s: float
-    cause: Cause
-    nodes: frozenset[str]
-    was_warned: bool
-    lost_steps: int = 0
-    level: RestoredFrom | None = None
-    waited_s: float = 0.0
-
-
-@dataclass(slots=True)
-class JobTimes:
-    """Seconds outside training, and what restores took from the store."""
-
-    lost_s: float = 0.0
-    recovering_s: float = 0.0
-    waiting_s: float = 0.0
-    node_s: float = 0.0
-    bytes_out: float = 0.0
-    gets: int = 0
-    acted: int = 0
-    recoveries: list[Recovery] = field(default_factory=list)
 
 
 class SimulatedJob:
@@ -132,7 +101,8 @@ class SimulatedJob:
         if training.doing is not Doing.DONE:
             self._advance(self.end_s)
             self._end_unfinished()
-        return self._outcome()
+        self._spend_nodes()
+        return outcome_of(self.scenario, self.training, self.times, self.trace.price_node_hour)
 
     def _outside_s(self) -> float:
         group_s = self._next_group[0] if self._next_group is not None else NEVER
@@ -291,8 +261,8 @@ class SimulatedJob:
         training, was = self.training, self.interruption
         if was is not None and was.level is not None:
             seconds = training.now_s - was.time_s
-            self._record(was, True)
-            self.saves.recover(self._failure(was, was.level), was.level, seconds)
+            self.times.record(was, True, training.now_s)
+            self.saves.recover(was.failure(self.job, self.scenario.peers is not None), was.level, seconds)
         self.interruption = None
         home = training.home
         if home is None or home.gone or home.ids.keys() != self.job:
@@ -303,22 +273,6 @@ class SimulatedJob:
         for node in self.job & self.warned.keys():
             self._plan_appointment(node, self.warned[node])
         self._grow()
-
-    def _failure(self, was: Interruption, level: RestoredFrom) -> Failure | None:
-        """As `agent.state.cost_model.classify_failure`; None if nothing was lost, since the job left in order."""
-        if was.cause == "rejoin" or (was.was_warned and not was.lost_steps):
-            return None
-        if not was.nodes - self.job:
-            return Failure.PROCESS
-        if self.scenario.peers is not None and len(was.nodes) > 1 and level in ("store", "nothing"):
-            return Failure.JOB
-        return Failure.PREEMPTION if was.was_warned else Failure.NODE
-
-    def _record(self, was: Interruption, finished: bool) -> None:
-        assert was.level is not None
-        seconds = self.training.now_s - was.time_s
-        found = Recovery(was.time_s, was.cause, was.level, was.lost_steps, seconds, was.waited_s, finished)
-        self.times.recoveries.append(found)
 
     # -- notices
 
@@ -379,39 +333,4 @@ class SimulatedJob:
         if was is not None:
             if was.level is None:
                 self._go_back()
-            self._record(was, False)
-
-    def _outcome(self) -> RunOutcome:
-        self._spend_nodes()
-        scenario, times, training = self.scenario, self.times, self.training
-        books, hours = training.books, times.node_s / 3600
-        price = scenario.node_usd_hour if scenario.node_usd_hour is not None else self.trace.price_node_hour
-        store_usd = 0.0
-        if scenario.store is not None:
-            prices = scenario.store.prices
-            gb_months = sum(training.now_s - at_s for at_s in training.kept_s) / MONTH_S * scenario.stored_bytes / GB
-            requests_usd = prices.requests_usd(books.puts, times.gets)
-            store_usd = gb_months * prices.gb_month + requests_usd + times.bytes_out / GB * prices.egress_gb
-        return RunOutcome(
-            wall_s=training.now_s,
-            useful_s=books.useful_s,
-            lost_s=times.lost_s,
-            stalled_s=books.stalled_s,
-            recovering_s=times.recovering_s,
-            waiting_s=times.waiting_s,
-            useful_steps=training.whole_steps,
-            ideal_s=training.whole_steps * scenario.step_s,
-            finished=scenario.work_steps is None or training.is_finished,
-            snapshots=books.snapshots,
-            commits=books.commits,
-            replications=books.replications,
-            notices_acted=times.acted,
-            store_bytes_in=books.bytes_in,
-            store_bytes_out=times.bytes_out,
-            store_puts=books.puts,
-            store_gets=times.gets,
-            node_hours=hours,
-            node_usd=None if price is None else price * hours,
-            store_usd=store_usd,
-            recoveries=tuple(times.recoveries),
-        )
+            self.times.record(was, False, self.training.now_s)

@@ -15,7 +15,6 @@ from random import Random
 
 from ckpt.errors import UsageError
 from ckpt.policy.interval import not_negative, positive, within
-from ckpt.policy.uptime import weibull_scale
 from ckpt.simulate.trace import EventKind, Trace, TraceEvent
 
 HOUR_S = 3600.0
@@ -56,7 +55,8 @@ def exponential(fleet: Fleet, *, mtbf_h: float = 24.0) -> Trace:
 def weibull(fleet: Fleet, *, mtbf_h: float = 24.0, shape: float = 0.7) -> Trace:
     """Up-times follow a Weibull distribution (Weibull 1951), independently. `mtbf_h`: their mean in hours; `shape`: .1
     to 10, below 1 if most nodes are lost young."""
-    scale_s = weibull_scale(HOUR_S * positive("mtbf_h", mtbf_h), shape)
+    mean_s = HOUR_S * positive("mtbf_h", mtbf_h)
+    scale_s = mean_s / math.gamma(1 + 1 / within("shape", shape, 0.1, 10))
     return _generate("weibull", fleet, lambda rng, _: rng.weibullvariate(scale_s, shape))
 
 

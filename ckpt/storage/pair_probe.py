@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 
 from ckpt.errors import StorageError
 from ckpt.storage.contract import Backend
@@ -76,7 +75,7 @@ class PairProbe:
         return name == self._other_done or (name.startswith(f"{self._me}.") and not name.endswith(".done"))
 
 
-def probe_pair(backend: Backend, timeout_s: float, pause: Callable[[float], None] = time.sleep) -> list[float]:
+def probe_pair(backend: Backend, timeout_s: float) -> list[float]:
     """The round trips in seconds, measured together with the machine that does the same at the same store.
 
     Errors: StorageError if no other machine answered within `timeout_s`; those of the backend."""
@@ -90,7 +89,7 @@ def probe_pair(backend: Backend, timeout_s: float, pause: Callable[[float], None
         while not machine.is_finished and time.monotonic() < ended_s:
             for name in machine.turn(names, time.monotonic()):
                 backend.put(FOLDER + name, [b"ckpt doctor"])
-            pause(PAUSE_S)
+            time.sleep(PAUSE_S)
             names = listed()
     finally:
         backend.delete([FOLDER + name for name in listed() if machine.is_spent(name)])

@@ -240,11 +240,6 @@ class Lineage:
                 best[ref.identity] = min(ref, best.get(ref.identity, ref))
         return sorted(best.values())
 
-    def superseding_epoch(self, epoch: Epoch) -> Epoch | None:
-        """The newest epoch, if it is newer than `epoch`; else None. (An ancestor never is: its number is smaller.)"""
-        newest = self.newest_epoch
-        return newest if newest is not None and newest > epoch else None
-
 
 def broken_history(epoch: Epoch) -> DamagedData:
     """The error for an epoch whose beginning is unknown, so that nothing is left of its branch history."""

@@ -26,65 +26,20 @@ import math
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Self
 
-from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, UsageError
-from ckpt.events import Events
+from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, UsageError
 from ckpt.policy.save_options import Keep
-from ckpt.storage.contract import Backend
 from ckpt.store import keys
-from ckpt.store.lineage import CommitRef, decode_json
+from ckpt.store.lease import LEASE_BYTES_MAX, LEASE_REFRESH_S_MAX, decode_lease
+from ckpt.store.lineage import CommitRef
 from ckpt.store.reader import open_record
+from ckpt.store.retention import retention, unknown_metric_error
 from ckpt.store.run import Run, RunView, map_parallel
-from ckpt.threads import Tasks
 from ckpt.types import Epoch, Identity, format_count
 
 GRACE_S = 900.0
 FOLDER_GRACE_S = 10.0
-LEASE_REFRESH_S = 30.0
-LEASE_REFRESH_S_MAX = 600.0
-LEASE_CLOSE_S = 180.0  # longer than a refresh is retried
-LEASE_IDENTITIES_MAX = 1000
-_LEASE_BYTES_MAX = 64 << 10
 _READERS = 16
-
-
-def retention(line: Sequence[Identity], keep: Keep, metrics: Mapping[Identity, Mapping[str, float]]) -> set[Identity]:
-    """The checkpoints of a branch history (oldest first) that stay. `metrics`: needed only for keep.best. The newest
-    always stays. All stay if `keep` has no rule, or only `best` with a metric that no checkpoint has. If one step has
-    several checkpoints (a save, then the exit), `last` and `every` count the newest of them."""
-    best = None if keep.best is None else best_checkpoint(line, keep.best.metric, keep.best.mode, metrics)
-    if keep.last is None and keep.every is None and best is None:
-        return set(line)
-    newest = {identity.version.step: identity for identity in line}
-    kept = set(list(newest.values())[-(keep.last or 1) :])
-    if keep.every is not None:
-        kept.update(identity for step, identity in newest.items() if step % keep.every == 0)
-    if best is not None:
-        kept.add(best)
-    return kept
-
-
-def best_checkpoint(
-    line: Iterable[Identity], metric: str, mode: Literal["min", "max"], metrics: Mapping[Identity, Mapping[str, float]]
-) -> Identity | None:
-    """The checkpoint with the best value of the metric; the newest among equals. NaN counts as no value. None: no
-    checkpoint has one."""
-    sign = 1.0 if mode == "min" else -1.0
-    found, lowest = None, float("inf")
-    for identity in line:
-        value = sign * metrics.get(identity, {}).get(metric, float("nan"))
-        if value <= lowest:
-            found, lowest = identity, value
-    return found
-
-
-def unknown_metric_error(metric: str, known: Iterable[Mapping[str, float]]) -> UsageError:
-    """The error that no checkpoint has this metric. `known`: the metrics of each checkpoint."""
-    names = sorted({name for metrics in known for name in metrics})
-    there = f"give one of {', '.join(names[:20])}" if names else "save with ck.save(metrics=) first"
-    return UsageError(f"no checkpoint has the metric {metric!r}; {there}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +275,7 @@ class Pruner:
             if not keys.is_ours(info.key):
                 continue
             try:
-                period_s, identities = _decode_lease(self.run.backend.get(info.key, _LEASE_BYTES_MAX), info.key)
+                period_s, identities = decode_lease(self.run.backend.get(info.key, LEASE_BYTES_MAX), info.key)
             except NotFound:
                 continue
             except DamagedData as exc:
@@ -333,72 +288,3 @@ class Pruner:
                 held.update(identities)
                 problem = problem or wrong
         return held, stale, problem
-
-
-class Lease:
-    """A reader's lease: while the block runs, the packs that the checkpoints' records refer to are not deleted.
-
-    Names at most LEASE_IDENTITIES_MAX checkpoints. Take it before opening the record: what is there then stays. A
-    thread of the lease refreshes it. If the refresh fails for two periods, packs may be deleted, and the reader sees
-    them as damage."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        identities: Collection[Identity],
-        *,
-        refresh_s: float = LEASE_REFRESH_S,
-        events: Events | None = None,
-    ) -> None:
-        if not 0 < refresh_s <= LEASE_REFRESH_S_MAX:
-            raise UsageError(f"refresh_s={refresh_s:g}: give seconds above 0, at most {LEASE_REFRESH_S_MAX:g}")
-        self.key = keys.lease_key(keys.new_writer())
-        self._backend = backend
-        self._identities = sorted(identities)
-        self._refresh_s = refresh_s
-        self._events = events or Events()
-        self._tasks = Tasks("lease")
-        self._count = 0
-
-    def __enter__(self) -> Self:
-        self.refresh()
-        self._tasks.start("refresh", self._refresh_loop)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._tasks.close(LEASE_CLOSE_S)
-        try:
-            self._backend.delete([self.key])
-        except StorageError as exc:
-            self._events.emit(
-                "lease.left", f"the lease {self.key} could not be removed, and will expire by itself: {exc}"
-            )
-
-    def refresh(self) -> None:
-        self._count += 1
-        body = {"identities": [str(each) for each in self._identities], "refresh_s": self._refresh_s, "n": self._count}
-        self._backend.put(self.key, [json.dumps(body).encode()])
-
-    def _refresh_loop(self) -> None:
-        while not self._tasks.stopping.wait(self._refresh_s):
-            try:
-                self.refresh()
-            except StorageError as exc:
-                self._events.emit(
-                    "lease.late",
-                    f"the lease {self.key} could not be refreshed; the next attempt follows: {exc}",
-                    loud=True,
-                )
-
-
-def _decode_lease(data: bytes, key: str) -> tuple[float, list[Identity]]:
-    body = decode_json(data, key)
-    try:
-        period_s = float(body["refresh_s"])
-        identities = [Identity.parse(text) for text in body["identities"]]
-    except (KeyError, TypeError, ValueError, OverflowError) as exc:
-        raise DamagedData(f"{key} is not a lease: {exc!s:.200}") from exc
-    # Nothing is older than NaN seconds: the lease would never go stale.
-    if math.isnan(period_s):
-        raise DamagedData(f"{key} is not a lease: its period is {period_s} s")
-    return min(max(period_s, 0.0), LEASE_REFRESH_S_MAX), identities

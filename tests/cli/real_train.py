@@ -3,8 +3,8 @@
 It has its URL in its own text, as scripts do (here: from REAL_TRAIN_URL), so that only the redirection leads elsewhere.
 In the run that is to be killed, whose URL ends in /killed, it waits for that after step 6: nothing depends on timing.
 
-HOW: "exact"; "forgets": it draws from a generator that is not in the state; "unseeded": no run is like another. Where
-it "hurries" it waits for no kill, and is left to the policy, which saves at the exit only: it takes milliseconds.
+HOW: "exact"; "forgets": it draws from a generator that is not in the state. Where it "hurries" it waits for no kill,
+and is left to the policy, which saves at the exit only: it takes milliseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAITS_AFTER = 6
 
 def main(steps: int, how: str) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(int.from_bytes(os.urandom(4), "big") if how == "unseeded" else 0)
+    torch.manual_seed(0)
     noise = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 1))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)

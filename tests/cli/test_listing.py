@@ -25,12 +25,6 @@ def test_ls_lists_the_line_and_says_that_there_are_branches(tmp_path: Path, monk
     assert "1 more on branches" in said.out
 
 
-def test_ls_all_shows_branches_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a_run(tmp_path)
-    found = ckpt(monkeypatch, "ls", tmp_path, "--all", "--json").json["checkpoints"]
-    assert [(row["step"], row["where"]) for row in found] == [(10, "line"), (20, "line"), (30, "branch"), (40, "line")]
-
-
 def test_ls_says_what_was_stored_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     epoch = begin(tmp_path)
     save(tmp_path, epoch, 1, metrics={"val_loss": 0.5})

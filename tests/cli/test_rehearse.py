@@ -159,11 +159,6 @@ def test_a_script_that_is_run_again_but_enters_no_checkpointer_proves_nothing(
     assert "did not enter" in said.err
 
 
-def test_it_is_said_where_the_restart_came_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = _rehearse(monkeypatch, tmp_path / "run", "exact")
-    assert "came back at step 2 from store, and ran 2 steps from there" in said.out
-
-
 def compared(folder: Path, undisturbed: Any, killed: Any, tensors: dict[str, np.ndarray]) -> list[str]:
     """What differs where only these values, shared by the ranks, do, and changed in both runs."""
     for name, end in (("undisturbed", undisturbed), ("killed", killed)):

@@ -48,15 +48,6 @@ def test_a_script_that_forgets_a_generator_is_told_what_differs(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_script_that_is_not_seeded_is_told_that_the_restart_is_not_to_blame(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = rehearse(monkeypatch, tmp_path / "run", "unseeded")
-    assert said.code == 1, said.err
-    assert "already before the kill" in said.out
-    assert "tensor model.0.bias: " in said.out
-
-
 def test_a_script_of_milliseconds_that_saves_at_its_exit_only_is_killed_half_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,16 +57,3 @@ def test_a_script_of_milliseconds_that_saves_at_its_exit_only_is_killed_half_way
     assert said.json["killed_after"] == STEPS // 2
     assert [said.json[name] for name in ("came_back_at", "came_back_from")] == [STEPS // 2, "store"]
     assert said.json["steps_run"] == STEPS - STEPS // 2
-
-
-def test_what_a_script_of_milliseconds_forgets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = rehearse(monkeypatch, tmp_path / "run", "forgets and hurries")
-    assert said.code == 1, said.err
-    assert "tensor model.0.bias: " in said.out
-
-
-def test_a_kill_after_the_last_step_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = rehearse(monkeypatch, tmp_path / "run", "exact, and hurries", at=STEPS)
-    assert said.code == 7
-    assert f"came back at step {STEPS}, its last" in said.err
-    assert "smaller --at" in said.err

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ckpt.cli import view
+from ckpt.cli import view, view_rows
 
 COUNT = {"number": 3, "seconds": 1.2, "last_s": 0.4}
 SAFE = {"step": 60, "version": "60.0", "age_s": 8.0}
@@ -114,7 +114,7 @@ def test_the_newest_event_stays_longer_than_those_before_it() -> None:
 
 @pytest.mark.parametrize("phase", ["idle", "starting", "training", "ending", "down"])
 def test_that_more_may_be_lost_is_said_only_until_training_goes_on(phase: str) -> None:
-    (losses,) = [text for name, text, _ in view._costs({**ACCOUNT, "phase": phase}) if name == "losses"]
+    (losses,) = [text for name, text, _ in view_rows.cost_rows({**ACCOUNT, "phase": phase}) if name == "losses"]
     assert ("known once training goes on" in losses) == (phase in ("starting", "down"))
 
 
@@ -143,10 +143,10 @@ def test_of_several_nodes_each_has_a_line_with_its_memory_and_traffic_up_to_a_fe
     job = {**JOB, "memory": {**JOB["memory"], "nodes": nodes, "nodes_left_out": 100}}
     lines = view.text({**STATUS, "job": job}, 200).splitlines()
     shown = [line for line in lines if "sends 1.0 MiB and gets 1.0 MiB each time" in line]
-    assert len(shown) == view.NODES
+    assert len(shown) == view_rows.NODES
     assert "copies 1.0 MiB" in shown[0]
     assert any("and 104 more nodes" in line for line in lines)
-    job["memory"].update(nodes=nodes[: view.NODES], nodes_left_out=1)
+    job["memory"].update(nodes=nodes[: view_rows.NODES], nodes_left_out=1)
     assert "and 1 more node (--json)" in view.text({**STATUS, "job": job}, 200)
 
 

@@ -145,11 +145,6 @@ def test_where_no_agent_runs_it_says_what_the_store_has(tmp_path: Path, monkeypa
     assert "died with its host" in rows(ckpt(monkeypatch, "watch", tmp_path / "lost", "--once"))["epoch"]
 
 
-def test_where_there_is_nothing_at_all_it_says_so(tmp_path: Path, monkeypatch: Monkey) -> None:
-    said = ckpt(monkeypatch, "watch", tmp_path / "none", "--once")
-    assert (said.code, "no run has saved there" in said.err) == (3, True)
-
-
 @pytest.mark.parametrize("bad", ["nan", "inf", "0.01", "-1", "1e10"])
 def test_a_pause_that_is_none_is_refused(bad: str, tmp_path: Path, monkeypatch: Monkey) -> None:
     said = ckpt(monkeypatch, "watch", tmp_path, "--once", "--every-s", bad)
@@ -300,13 +295,13 @@ def test_what_is_foreseen_and_by_which_sources_is_shown(tmp_path: Path, monkeypa
         "sources": {
             "memory": {**SOURCE, **seen, "proven": True},
             "io": SOURCE,
-            "hazard": {**SOURCE, "outcomes": 1, "missed": 1.0},
+            "disk": {**SOURCE, "outcomes": 1, "missed": 1.0},
             "net": {**SOURCE, **seen, "proven": True},
         },
         "standing": [
             {"node": "", "source": "memory", "for_s": 3.0},
             {"node": "b\x1b[31m", "source": "net", "for_s": 3.0},
-            {"node": "", "source": "hazard", "for_s": 3.0},
+            {"node": "", "source": "disk", "for_s": 3.0},
         ],
     }
     with an_agent(tmp_path, {"status": {"job": None, "pid": 1, "predictions": predictions}}):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from ckpt.errors import DamagedData, UsageError
 from ckpt.format.columns import (
     CAPS,
-    HASH_BYTES,
     HEADER,
     MAGIC,
     SECTION,
@@ -200,8 +199,3 @@ def test_a_name_that_does_not_fit_is_refused_when_read(data: bytes, lengths: lis
     out.array("names.len", lengths, "<u2")
     with pytest.raises(DamagedData, match="names"):
         ColumnReader(ColumnKind.LAYOUT, out.finish(), "x").strings("names", len(lengths))
-
-
-def test_the_hash_covers_everything_before_it() -> None:
-    data = sample()
-    assert data[-HASH_BYTES:] == xxhash.xxh3_128_digest(data[:-HASH_BYTES])

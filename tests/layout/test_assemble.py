@@ -186,22 +186,6 @@ def test_boxes_that_overlap_in_part_are_stored_per_rank_whole():
         assert (out == array).all()
 
 
-@pytest.mark.parametrize("size", [300, 30])
-def test_shards_whose_replicas_differ_come_back_part_by_part(size):
-    left, right = Box((0,), (size,)), Box((size,), (size,))
-    ranks = sharded("t", (2 * size,), [left, right], [left, right])
-    ranks[1].held["t", ""][2][0] = (left, random_array(RNG, "uint8", (size,)))
-    agreed = {("t", "", right)}  # was equal when it was hashed: staged in parts by both, or whole by one
-    snapshot = take(ranks, agreed)
-    assembled = assemble(snapshot.staged, snapshot.read)
-    assert assembled.differing_tensors == ("t",)
-    for rank in ranks:
-        boxes = rank.held["t", ""][2]
-        wants = [Want("t", rank.coordinate, "uint8", (2 * size,), box) for box, _ in boxes]
-        for out, (_, array) in zip(fetch(snapshot, assembled, wants), boxes, strict=True):
-            assert (out == array).all()
-
-
 def test_a_tensor_whose_boxes_leave_a_gap_is_named():
     ranks = sharded("t", (6, 2), [Box((0, 0), (3, 2))], [Box((3, 0), (3, 1))])
     with pytest.raises(Incomplete, match="are staged: t") as caught:
@@ -266,18 +250,6 @@ def test_a_rank_owns_only_its_own():
     ranks[0].held["mine", "rank=1"] = ranks[0].held["a", ""]
     with pytest.raises(CkptError, match="rank=0 declares mine as owned by rank=1"):
         assemble(take(ranks).staged)
-
-
-def test_equal_names_of_several_owners_stay_apart():
-    ranks = ranks_of(2)
-    for rank in ranks:
-        rank.held["t", rank.coordinate] = ("uint8", (9,), [(Box((0,), (9,)), random_array(RNG, "uint8", (9,)))])
-    snapshot = take(ranks)
-    assembled = assemble(snapshot.staged)
-    assert assembled.differing_tensors == ()
-    for rank in ranks:
-        (out,) = fetch(snapshot, assembled, [Want("t", rank.coordinate, "uint8", (9,), Box((0,), (9,)))])
-        assert (out == rank.held["t", rank.coordinate][2][0][1]).all()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt.layout.assemble import Incomplete, assemble
 from ckpt.layout.division import divide, find_agreed, make_owned
-from ckpt.layout.reshard import Want, find_mismatch
+from ckpt.layout.reshard import Want
 from tests.layout.jobs import Rank, fetch, random_array, random_ranks, random_state, region, take, wants_of
 
 SEEDS = st.integers(0, 2**32)
@@ -35,20 +35,7 @@ def test_what_n_ranks_staged_comes_back_on_m_ranks_bit_for_bit(seed, world, othe
     assembled = assemble(rng.sample(snapshot.staged, world), snapshot.read)
     assert assembled.differing_tensors == ()
     wants = wants_of(rng, state, other_world)
-    assert not find_mismatch(assembled.manifest, wants)
     check(snapshot, assembled, state, wants)
-
-
-@settings(max_examples=60)
-@given(SEEDS, st.integers(1, 6))
-def test_dividing_stages_each_byte_of_the_state_once(seed, world):
-    rng = random.Random(seed)
-    state = random_state(rng, 12)
-    ranks = random_ranks(rng, state, world)
-    agreed, _ = find_agreed([rank.layout() for rank in ranks], [rank.hashes() for rank in ranks])
-    snapshot = take(ranks, agreed)
-    total = sum(int(staged.declaration.staging.segments["length"].sum()) for staged in snapshot.staged)
-    assert total == sum(array.nbytes for _, array in state.values())
 
 
 @settings(max_examples=60)
@@ -106,7 +93,6 @@ def test_replicas_that_differ_come_back_to_each_rank_as_it_held_them(seed, world
             owner = rank.coordinate if (name, rank.coordinate) in owners else ""
             wants += [Want(name, owner, dtype, shape, box) for box, _ in boxes]
             expected += [array for _, array in boxes]
-        assert not find_mismatch(assembled.manifest, wants).missing
         for out, array in zip(fetch(snapshot, assembled, wants), expected, strict=True):
             assert out.tobytes() == np.ascontiguousarray(array).tobytes()
 

@@ -6,8 +6,6 @@ They share no formula with the models: only the rules of what a failure throws b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ckpt.policy import LevelCosts
@@ -26,23 +24,6 @@ def one_level(rng: np.random.Generator, interval_s: float, stall_s: float, mtbf_
         clock += float(up.sum())
         recovering[:] = recovery_s
     return clock / (done * interval_s) - 1
-
-
-def nested_levels(
-    rng: np.random.Generator, intervals_s: Sequence[float], stalls_s: Sequence[float], rates: Sequence[float]
-) -> float:
-    """Each interval a multiple of the one below; the stalls are spread evenly over the work."""
-    slow = 1 + sum(c / t for c, t in zip(stalls_s, intervals_s, strict=True))
-    total = sum(rates)
-    work, clock = np.zeros(LIVES), 0.0
-    for _ in range(300):
-        up = rng.exponential(1 / total, LIVES)
-        clock += float(up.sum())
-        work += up / slow
-        needs = rng.choice(len(rates), LIVES, p=np.array(rates) / total)
-        back_to = np.array(intervals_s)[needs]
-        work = np.floor(work / back_to) * back_to
-    return clock / float(work.sum()) - 1
 
 
 def memory_and_store(rng: np.random.Generator, measured: LevelCosts, interval_s: float, k: int) -> float:
@@ -76,19 +57,6 @@ def memory_and_store(rng: np.random.Generator, measured: LevelCosts, interval_s:
         peer_s = m.peer_recovery_s + m.replication_s
         clock += np.where(lost, m.store_recovery_s, np.where(peer, peer_s, m.local_recovery_s))
     return float(clock.sum()) / (float(turns.sum()) * interval_s) - 1
-
-
-def uptimes(
-    rng: np.random.Generator, times_s: Sequence[float], stall_s: float, mtbf_s: float, recovery_s: float, shape: float
-) -> float:
-    """Weibull up-times, none of which ends in recovery."""
-    draws = rng.weibull(shape, 400_000)
-    draws *= mtbf_s / draws.mean()
-    ends = np.array(times_s) + stall_s
-    gained = np.cumsum(np.diff(times_s, prepend=-stall_s) - stall_s)
-    taken = np.searchsorted(ends, draws, side="right")
-    useful = float(np.where(taken > 0, gained[taken - 1], 0).sum())
-    return float((draws + recovery_s).sum()) / useful - 1
 
 
 def predictions(

@@ -28,9 +28,7 @@ def test_each_name_is_there_and_says_what_it_is():
 
 
 FORMULAS = [
-    *("young", "daly", "daly_higher", "exact", "overhead", "checkfreq_steps", "nested", "nested_overhead", "best"),
-    *("overhead_first_order", "overhead_of", "snapshots_per_commit", "staleness", "store_rate", "reconsider"),
-    *("weibull_next", "weibull_times", "weibull_overhead", "weibull_scale", "weibull_survival"),
+    *("young", "exact", "overhead", "overhead_of", "snapshots_per_commit", "reconsider"),
     *("with_predictions", "predicted_waste", "GammaRate"),
 ]
 
@@ -39,19 +37,10 @@ FORMULAS = [
 def test_each_formula_says_whose_it_is_and_in_which_units(name):
     function = getattr(policy, name)
     said = inspect.getdoc(function) or ""
-    assert re.search(r"\b(19|20)\d\d\b|[Tt]his project's|weibull_next|Young's interval", said)
+    assert re.search(r"\b(19|20)\d\d\b|[Tt]his project's|Young's interval", said)
     parameters = inspect.signature(function).parameters
-    pure = {
-        "shape",
-        "budget",
-        "recall",
-        "precision",
-        "deviations",
-        "levels",
-        "measured",
-        "asked",
-    }  # no unit, or a value
-    rates = {"rate", "rate_error", "everything", "losses", "prior_failures", "failures"}
+    pure = {"recall", "precision", "deviations", "measured", "asked"}  # no unit, or a value
+    rates = {"rate", "rate_error", "prior_failures", "failures"}
     rest = [each for each in parameters if not each.endswith("_s") and each not in pure | rates]
     assert rest == []
     assert "econd" in said or not rates & set(parameters)
@@ -84,4 +73,4 @@ def test_the_guide_prints_what_it_says():
 def test_the_guide_names_every_function():
     text = GUIDE.read_text()
     missing = [name for name in policy.__all__ if name[0].islower() and f"`{name}`" not in text]
-    assert missing == ["snapshots_per_commit", "weibull_scale", "weibull_survival"]
+    assert missing == ["snapshots_per_commit"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import pytest
 
 from ckpt import policy
 from ckpt.errors import UsageError
-from ckpt.policy import GammaRate, Level, LevelCosts
+from ckpt.policy import GammaRate, LevelCosts
 
 NUMBERS = (
     0.0,
@@ -32,7 +31,6 @@ NUMBERS = (
     10**5000,
 )
 PARTS = (0.0, 5e-324, 1e-9, 0.5, 1 - 1e-16, 1.0)
-SHAPES = (0.1, 0.5, 1.0, 3.0, 10.0)
 COUNTS = (1, 2, 50, 10**18)
 
 Draw = random.Random
@@ -48,24 +46,12 @@ def _measured(draw: Draw) -> LevelCosts:
 
 def _gamma(draw: Draw) -> tuple[float, ...]:
     rate = GammaRate(_n(draw), _n(draw), _n(draw), _n(draw))
-    return rate.mean, rate.deviation, rate.mtbf_s, rate.survival(_n(draw))
-
-
-def _nested(draw: Draw) -> tuple[float, ...]:
-    levels = [Level(_n(draw), _n(draw)), Level(_n(draw), _n(draw))]
-    found = policy.nested(levels)
-    kept = [each for each in found.intervals_s if each is not None]
-    return (found.overhead, *kept, policy.nested_overhead(levels, [_n(draw), _n(draw)]))
+    return rate.mean, rate.deviation, rate.mtbf_s
 
 
 def _predicted(draw: Draw) -> tuple[float, ...]:
     found = policy.with_predictions(*(_n(draw) for _ in range(4)), draw.choice(PARTS), draw.choice(PARTS))
     return found.interval_s, found.waste
-
-
-def _best(draw: Draw) -> tuple[float, ...]:
-    found = policy.best(_measured(draw), _n(draw), _n(draw))
-    return found.interval_s, found.overhead
 
 
 def _change(draw: Draw) -> tuple[float, ...]:
@@ -75,32 +61,14 @@ def _change(draw: Draw) -> tuple[float, ...]:
 
 FINITE: dict[str, Callable[[Draw], tuple[float, ...]]] = {
     "young": lambda draw: (policy.young(_n(draw), _n(draw)),),
-    "daly": lambda draw: (policy.daly(_n(draw), _n(draw), _n(draw)),),
-    "daly_higher": lambda draw: (policy.daly_higher(_n(draw), _n(draw)),),
     "exact": lambda draw: (policy.exact(_n(draw), _n(draw)),),
-    "checkfreq": lambda draw: (policy.checkfreq_steps(_n(draw), _n(draw), _n(draw)),),
-    "weibull_scale": lambda draw: (policy.weibull_scale(_n(draw), draw.choice(SHAPES)),),
-    "weibull_survival": lambda draw: (policy.weibull_survival(_n(draw), _n(draw), draw.choice(SHAPES)),),
-    "weibull_next": lambda draw: (policy.weibull_next(_n(draw), _n(draw), _n(draw), draw.choice(SHAPES)),),
-    "weibull_times": lambda draw: tuple(
-        itertools.islice(policy.weibull_times(_n(draw), _n(draw), draw.choice(SHAPES)), 3)
-    ),
     "gamma": _gamma,
     "reconsider": _change,
 }
 MAYBE_INFINITE: dict[str, Callable[[Draw], tuple[float, ...]]] = {
     "overhead": lambda draw: (policy.overhead(_n(draw), _n(draw), _n(draw), _n(draw)),),
-    "weibull_overhead": lambda draw: (
-        policy.weibull_overhead(
-            [1.0, draw.choice((2.0, 1e9, 1e100, 1.7e308, math.inf))], _n(draw), _n(draw), _n(draw), draw.choice(SHAPES)
-        ),
-    ),
-    "nested": _nested,
     "with_predictions": _predicted,
     "overhead_of": lambda draw: (policy.overhead_of(_measured(draw), _n(draw), draw.choice(COUNTS)),),
-    "first_order": lambda draw: (policy.overhead_first_order(_measured(draw), _n(draw), draw.choice(COUNTS)),),
-    "staleness": lambda draw: (policy.staleness(_measured(draw), _n(draw), draw.choice(COUNTS)),),
-    "best": _best,
 }
 
 

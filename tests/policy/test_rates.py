@@ -22,7 +22,6 @@ def test_the_tabulated_posterior_comes_out():
     rate = GammaRate(2, 8 * HOUR).with_observations(failures=5, exposure_s=10 * HOUR)
     assert rate.mean * HOUR == pytest.approx(0.38889, abs=6e-6)
     assert rate.mtbf_s / HOUR == pytest.approx(2.5714, abs=6e-5)
-    assert rate.survival(HOUR) == pytest.approx(0.684908, abs=6e-7)
     assert [rate.quantile(p) * HOUR for p in (0.025, 0.975)] == pytest.approx([0.15635, 0.72553], abs=6e-6)
 
 
@@ -89,15 +88,6 @@ def test_discounting_forgets_what_was_seen_and_not_the_prior(rate, keep):
     assert low * (1 - 1e-12) <= less.mean <= high * (1 + 1e-12)
 
 
-@given(POSTERIORS, SECONDS, SECONDS)
-def test_survival_falls_with_time_and_is_the_mean_over_the_rates(rate, x, more):
-    assert rate.survival(0) == 1
-    assert rate.survival(x + more) <= rate.survival(x)
-    assert rate.survival(x) >= math.exp(-rate.mean * x) * (1 - 1e-9)  # Jensen: doubt about the rate helps survival
-    after = GammaRate(rate.shape, rate.total_s + x)
-    assert rate.survival(x + more) == pytest.approx(rate.survival(x) * after.survival(more), rel=1e-6, abs=1e-300)
-
-
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_a_rate_is_refused_outside_its_domain(bad):
     rate = GammaRate(1, 1)
@@ -111,7 +101,6 @@ def test_a_rate_is_refused_outside_its_domain(bad):
         lambda: rate.with_observations(bad, 1),
         lambda: rate.with_observations(1, bad),
         lambda: rate.discounted(bad),
-        lambda: rate.survival(bad),
         lambda: rate.quantile(bad),
         lambda: rate.quantile(0),
         lambda: rate.quantile(1),

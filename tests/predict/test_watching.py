@@ -1,11 +1,9 @@
-"""From readings to alarms: what is unusual raises one, and the hazard learns what precedes failures."""
+"""From readings to alarms: what is unusual raises one, until the node fails."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-
-import pytest
 
 from ckpt.predict.scoring import WINDOW_S
 from ckpt.predict.watching import DEVIATION_MIN, FAMILIES, PERIOD_S, SignalWatch, _min_deviation
@@ -64,43 +62,20 @@ def test_the_sources_are_those_of_which_there_is_a_signal(seed: int) -> None:
     node = Node(seed, SignalWatch())
     assert node.watch.sources == ()
     node.run(1)
-    assert node.watch.sources == ("memory", "io", "ecc", "net", "hazard")
+    assert node.watch.sources == ("memory", "io", "ecc", "net")
     node.watch.add_reading(1e6, {"unknown.thing": 1.0, "disk.errors": 1.0})
-    assert node.watch.sources == ("memory", "io", "ecc", "disk", "net", "hazard")
+    assert node.watch.sources == ("memory", "io", "ecc", "disk", "net")
     assert {name.partition(".")[0] for name in DEVIATION_MIN} == set(FAMILIES)
     assert all(_min_deviation(f"{family}.x") > 0 for family in FAMILIES)
 
 
-def test_the_hazard_is_the_base_rate_until_failures_were_seen(seed: int) -> None:
+def test_after_a_failure_the_detectors_start_anew(seed: int) -> None:
     node = Node(seed, SignalWatch())
-    node.run(300)
-    assert node.watch.probabilities["hazard"] == pytest.approx(WINDOW_S / 86_400)
-    node.watch.record_failure(node.now_s)
-    node.run(5)
-    assert node.watch.probabilities["hazard"] == pytest.approx(WINDOW_S / 86_400)
-
-
-def test_the_hazard_learns_what_precedes_failures(seed: int) -> None:
-    node = Node(seed, SignalWatch())
-    for _ in range(8):
-        node.run(1200)
-        node.run(100, io__some=0.3)
-        node.watch.record_failure(node.now_s)
-    alarms = node.run(1200)
-    assert node.watch.probabilities["hazard"] < 0.05
-    assert [source for source, _ in alarms if source == "hazard"] == []
-    assert "hazard" in [source for source, _ in node.run(60, io__some=0.3)]
-    assert node.watch.probabilities["hazard"] > 0.3
-
-
-def test_failures_without_a_precursor_teach_no_more_than_how_often_they_come(seed: int) -> None:
-    node = Node(seed, SignalWatch())
-    alarms = []
-    for _ in range(12):
-        alarms += node.run(node.random.randrange(900, 1500))
-        node.watch.record_failure(node.now_s)
-    assert len(alarms) < 6, "in one of thirty seeds chance looks like a precursor for a while"
-    assert node.watch.probabilities["hazard"] == pytest.approx(WINDOW_S / (1200 * PERIOD_S), abs=0.1)
+    node.run(500)
+    assert node.run(30, memory__used=0.1)
+    node.watch.record_failure()
+    assert node.run(30) == []
+    assert [source for source, _ in node.run(30, memory__used=0.1)] == ["memory"], "without the rest of a window"
 
 
 def test_hostile_readings_are_survived() -> None:

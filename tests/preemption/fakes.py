@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from ckpt.preemption.metadata import Reply, Service
 from ckpt.preemption.notice import Listener, Notice, Withdrawn
 from ckpt.threads import Tasks
 
@@ -27,6 +28,7 @@ BOUND_S = 20.0
 PATIENT_S = 60.0  # of a request that is answered: that this machine stands still for a while is no fault of the service
 BRIEF_S = 1.5  # of one that hangs, which is waited for so long
 TRIES = 5
+NONE: Mapping[str, str] = {}
 
 
 class Bad(enum.Enum):
@@ -219,6 +221,12 @@ def serving(made: S | None = None) -> Iterator[S]:
             service.closing.set()
             server.shutdown()
             server.server_close()
+
+
+def ask(endpoint: str, method: str = "GET", path: str = "/", headers: Mapping[str, str] = NONE, **more: Any) -> Reply:
+    """The reply to one request."""
+    with contextlib.closing(Service(endpoint)) as service:
+        return service.request(method, path, headers, **({"stop": threading.Event(), "timeout_s": PATIENT_S} | more))
 
 
 class Clock:

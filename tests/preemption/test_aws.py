@@ -14,7 +14,6 @@ from tests.preemption.fakes import (
     NOW_S,
     PATIENT_S,
     Asked,
-    Bad,
     Clock,
     FakeService,
     Says,
@@ -87,13 +86,6 @@ def test_a_token_that_expired_is_replaced_at_once(ec2: Ec2, clock: Clock) -> Non
     assert len(told) == 1
     assert stop.pauses == [5.0], "a refused token counted as a fault"
     assert ec2.paths().count("PUT /latest/api/token") == 2
-
-
-def test_without_a_token_nothing_is_asked(ec2: Ec2, clock: Clock) -> None:
-    for bad in (Bad.FORBIDDEN, Bad.NO_SUCH_PATH, Bad.GARBAGE):
-        ec2.bad(bad)
-    heard(listener(ec2, clock), clock, same, same)
-    assert set(ec2.paths()) == {"PUT /latest/api/token"}
 
 
 def test_the_spot_notice_has_its_action_and_time(ec2: Ec2, clock: Clock) -> None:
@@ -189,12 +181,6 @@ def test_the_lifecycle_state_terminated_is_a_notice_and_others_are_none(ec2: Ec2
     assert (notice.source, notice.certain) == ("aws-lifecycle", True)
     assert notice.deadline_s == NOW_S + 10 + LIFECYCLE_LEAD_S  # seen in the third turn
     assert withdrawn == Withdrawn("aws-lifecycle", "Terminated")
-
-
-def test_a_fault_of_one_question_does_not_keep_the_others_from_being_heard(ec2: Ec2, clock: Clock) -> None:
-    ec2.says[LIFECYCLE] = "Terminated"
-    ec2.bad(Bad.BROKEN, count=10, path=SPOT)
-    assert [word.source for word in heard(listener(ec2, clock), clock, same)] == ["aws-lifecycle"]
 
 
 @pytest.mark.parametrize(

@@ -173,13 +173,6 @@ def test_a_connection_that_the_service_has_closed_meanwhile_is_no_fault(azure: A
     assert azure.connections == len(azure.asked)
 
 
-def test_a_service_that_dies_and_comes_back_is_heard_again(azure: Azure, clock: Clock) -> None:
-    azure.bad(Bad.NOTHING, 2, "scheduledevents")
-    appears = lambda: setattr(azure, "events", [event()])  # noqa: E731
-    (notice,) = heard(listener(azure, clock), clock, same, same, appears, same)
-    assert isinstance(notice, Notice)
-
-
 def test_the_first_answer_may_take_two_minutes() -> None:
     assert FIRST_ANSWER_S > 120
     clock = Clock()

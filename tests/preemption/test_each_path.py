@@ -14,14 +14,10 @@ from ckpt.preemption.gcp import MAINTENANCE, PREEMPTED, GcpListener, Question
 from ckpt.preemption.notice import Notice, NoticeChange, Withdrawn
 from tests.preemption import test_aws, test_azure, test_gcp
 from tests.preemption.fakes import (
-    Asked,
     Bad,
     Clock,
-    FakeService,
-    Says,
     Turns,
     heard,
-    listening,
     same,
     serving,
     timeout_s,
@@ -133,28 +129,3 @@ def test_what_changes_while_a_long_poll_of_compute_engines_is_spoiled_is_heard(q
         told = heard(listener, clock, change_while_deaf, same)
         assert [type(word) for word in told] == [Notice]
         assert ["wait_for_change" in path for path in engine.paths()] == [False, True, False]
-
-
-@pytest.mark.parametrize(
-    "bad", [Bad.UNAUTHORISED, Bad.NO_SUCH_PATH, Bad.BROKEN, Bad.CUT, Bad.SLOW], ids=lambda bad: bad.name
-)
-@pytest.mark.parametrize("spoiled", [PREEMPTED, MAINTENANCE], ids=lambda question: question.source)
-def test_of_compute_engines_questions_each_is_heard_while_the_other_is_spoiled(spoiled: Question, bad: Bad) -> None:
-    def says(asked: Asked) -> Says:
-        question = PREEMPTED if PREEMPTED.path in asked.path else MAINTENANCE
-        return Says(body=list(question.meanings)[-1])
-
-    with serving(FakeService()) as service, contextlib.ExitStack() as both:
-        service.answer = says
-        service.bad(bad, ALWAYS, spoiled.path)
-        ears = {}
-        for question in (PREEMPTED, MAINTENANCE):
-            listener = GcpListener(question, service.endpoint, timeout_s=timeout_s(bad))
-            _, *ears[question.source] = both.enter_context(listening(listener))
-        told, has_told = ears.pop(MAINTENANCE.source if spoiled is PREEMPTED else PREEMPTED.source)
-        assert has_told.wait(60)
-        assert [type(word) for word in told] == [Notice]
-        told, has_told = ears.pop(spoiled.source)
-        assert not told
-        service.mend()
-        assert has_told.wait(60)

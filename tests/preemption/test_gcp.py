@@ -16,7 +16,6 @@ from tests.preemption.fakes import (
     NOW_S,
     PATIENT_S,
     Asked,
-    Bad,
     Clock,
     FakeService,
     Says,
@@ -105,19 +104,6 @@ def test_a_service_that_does_not_wait_is_not_asked_in_a_circle() -> None:
         stop = Turns(clock, *[lambda: None] * 3)
         listener(service, now_s=clock.now_s).listen(stop, lambda word: None)
         assert stop.pauses == [1.0, 1.0, 1.0]
-
-
-def test_after_a_fault_the_value_is_read_anew_and_not_waited_for() -> None:
-    clock = Clock()
-    with serving(Engine("FALSE")) as engine:
-
-        def change_while_deaf() -> None:
-            engine.bad(Bad.NOTHING)
-            engine.set("TRUE")
-
-        told = heard(listener(engine, now_s=clock.now_s), clock, change_while_deaf, lambda: None)
-        assert [type(word) for word in told] == [Notice]
-        assert "wait_for_change" not in engine.paths()[-1]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,6 @@ in 400; seeds are fixed, so a test that passes once passes always.
 
 from __future__ import annotations
 
-import math
-import statistics
-
 import pytest
 
 from ckpt.policy import Every, LevelCosts, exact, overhead, overhead_of, predicted_waste, young
@@ -192,8 +189,3 @@ def test_the_optimum_of_commits_is_flat_as_the_reference_says():
         case = costs, rates, recoveries_s, (152.0, k)
         found[k] = overheads(case, memory_and_store(case)[0])[0]
     assert found[4] < found[1] < found[32]
-
-
-def test_the_standard_error_is_that_of_the_mean():
-    mean, error = mean_and_error([1.0, 2.0, 3.0, 6.0])
-    assert (mean, error) == (3.0, pytest.approx(statistics.stdev([1.0, 2.0, 3.0, 6.0]) / math.sqrt(4)))

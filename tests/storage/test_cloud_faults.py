@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from ckpt import settings, storage
-from ckpt.backends.cloud import SMALL_TIMEOUT_S, CloudBackend, open_cloud, other_config, s3_config
+from ckpt.backends.cloud import SMALL_TIMEOUT_S, CloudBackend, open_cloud
+from ckpt.backends.cloud_config import other_config, s3_config
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,

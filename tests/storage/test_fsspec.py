@@ -27,8 +27,9 @@ from ckpt.policy.save_options import Keep
 from ckpt.storage import open as open_store
 from ckpt.storage.names import TEMPORARY_PREFIX
 from ckpt.store.commit import Committer
+from ckpt.store.lease import Lease
 from ckpt.store.lineage import Claim
-from ckpt.store.prune import Lease, Pruner
+from ckpt.store.prune import Pruner
 from ckpt.store.run import Run
 from tests.servers import free_port, program, running
 from tests.storage import tiny

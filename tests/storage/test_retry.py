@@ -162,7 +162,7 @@ def test_a_lost_reply_to_put_if_absent_is_settled_by_reading_back() -> None:
     setting = Setting(Rule("put", Fault.LOST_REPLY))
     setting.store.put("k", [b"ours"], PutMode.IF_ABSENT)
     assert setting.memory.get("k", 10) == b"ours"
-    assert setting.faulty.names() == ["put k", "put k", "get k"]
+    assert setting.faulty.log == ["put k", "put k", "get k"]
 
 
 @pytest.mark.parametrize("theirs", [b"them", b"more than ours", b""])
@@ -183,7 +183,7 @@ def test_a_taken_key_is_not_ours_only_because_the_bytes_are_equal() -> None:
 
 @pytest.mark.parametrize("mode", PutMode)
 def test_a_put_without_a_reply_at_the_end_is_unsettled(mode: PutMode) -> None:
-    setting = Setting(Rule("put", Fault.LATE, count=99), retry_s=5.0)
+    setting = Setting(Rule("put", Fault.BEFORE, count=99), retry_s=5.0)
     with pytest.raises(Unsettled, match=r"read k back"):
         setting.store.put("k", [b"x"], mode)
 

@@ -1,4 +1,4 @@
-"""The memory backend under a clock and faults that a test commands.
+"""The memory backend, or another one, under a clock and faults that a test commands.
 
 Fault model. `fault(operation, key)` is asked before every put and delete and may answer:
 FAIL: it is not done, TransientError. LOST: it is done, and the reply is lost (TransientError).
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ckpt.backends.memory import open_memory
 from ckpt.errors import AlreadyExists, TransientError
-from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.contract import Backend, Buffer, ObjectInfo, PutMode
 from ckpt.storage.names import is_key
 
 
@@ -35,9 +35,9 @@ class Crash(BaseException):
 class Sim:
     """One client's view of a store; `client()` is another client of the same store."""
 
-    def __init__(self, *, honest: bool = True, shared: Sim | None = None) -> None:
-        self.url = f"memory://{uuid.uuid4().hex}" if shared is None else shared.url
-        self.inner = open_memory(self.url)
+    def __init__(self, *, honest: bool = True, shared: Sim | None = None, inner: Backend | None = None) -> None:
+        self.inner = inner or (shared.inner if shared else open_memory(f"memory://{uuid.uuid4().hex}"))
+        self.url = self.inner.url
         self.world = _World() if shared is None else shared.world
         self.honest = honest if shared is None else shared.honest
         self.fault: Callable[[str, str], Fault | None] = lambda operation, key: None

@@ -75,8 +75,6 @@ def test_of_two_starts_that_took_one_number_the_larger_nonce_is_the_newer() -> N
     lineage = Lineage([Claim(epoch(1), None), Claim(b, identity(1, 10)), Claim(a, identity(1, 10))])
     commits = refs(identity(1, 10), identity(2, 20, nonce=1), identity(2, 15, nonce=2))
     assert [str(r.identity.epoch) for r in lineage.history(commits, ())] == [str(epoch(1)), str(b)]
-    assert lineage.superseding_epoch(a) == b
-    assert lineage.superseding_epoch(b) is None
 
 
 def test_a_start_has_overlooked_what_others_committed_and_it_did_not_list() -> None:

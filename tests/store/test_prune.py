@@ -20,11 +20,13 @@ from ckpt.storage.contract import Buffer, PutMode
 from ckpt.storage.names import is_key
 from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer
+from ckpt.store.lease import Lease
 from ckpt.store.lineage import Claim
-from ckpt.store.prune import FOLDER_GRACE_S, Lease, PrunePlan, Pruner, retention
+from ckpt.store.prune import FOLDER_GRACE_S, PrunePlan, Pruner
 from ckpt.store.reader import open_record, use_newest_readable
+from ckpt.store.retention import retention
 from ckpt.store.run import Run
-from ckpt.types import Epoch, Identity, Version
+from ckpt.types import Identity, Version
 from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, same, snapshot
 from tests.store.sim import Fault, Sim
 
@@ -220,15 +222,6 @@ def test_a_reader_of_a_folder_keeps_the_long_grace(tmp_path: Path) -> None:
     with Lease(job.store, [job.run.view().history[-1].identity]):
         assert job.plan(Keep(last=1)).records == ()
     assert len(job.plan(Keep(last=1)).records) == 1
-
-
-def test_planning_changes_nothing() -> None:
-    job = Job()
-    job.save(10)
-    job.save(20)
-    before = job.store.held()
-    job.plan(Keep(last=1))
-    assert job.store.held() == before
 
 
 def test_deleting_all_but_the_newest_never_deletes_the_newest() -> None:
@@ -510,24 +503,6 @@ def test_also_retires_what_is_named_branches_too_but_never_the_newest() -> None:
     assert newer.steps() == [10, 20, 25]
 
 
-def test_the_best_is_kept_by_the_metrics_in_the_records() -> None:
-    job = Job()
-    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 4.0)):
-        job.save(step, loss=loss)
-    job.prune(Keep(best=Best("loss")), passes=2)
-    assert job.steps() == [20, 40]
-
-
-def test_the_fork_point_that_a_new_branch_goes_on_from_stays() -> None:
-    job = Job()
-    for step in (10, 20, 30):
-        job.save(step)
-    branched = Job(2, identity(1, 20), job.store)
-    branched.prune(Keep(last=1), passes=3)
-    assert branched.steps() == [20]
-    assert branched.is_whole()
-
-
 def test_a_prune_whose_store_fails_can_be_done_again() -> None:
     job = Job()
     for step in (10, 20, 30):
@@ -541,15 +516,3 @@ def test_a_prune_whose_store_fails_can_be_done_again() -> None:
     job.pruner.execute(plan)
     assert job.packs_of(10) == job.packs_of(20) == []
     assert job.is_whole()
-
-
-def test_a_new_decider_needs_nothing_from_the_last_one() -> None:
-    job = Job()
-    for step in (10, 20, 30):
-        job.save(step, dedup=True)
-    job.prune(Keep(last=1))
-    newer = Job(2, identity(1, 30), job.store)
-    newer.prune(Keep(last=1), passes=3)
-    assert newer.steps() == [30]
-    assert newer.is_whole()
-    assert isinstance(newer.epoch, Epoch)

@@ -413,7 +413,7 @@ class StoreClient:
         checkpoint is not in the store."""
         from ckpt.store import hub
         from ckpt.store.export import export, is_export_of, remove_unfinished
-        from ckpt.store.prune import Lease
+        from ckpt.store.lease import Lease
         from ckpt.store.reader import FrameReader, use_readable_record
 
         if rule.repository:
