@@ -57,9 +57,9 @@ def worker(folder: str, mib: int, step_s: float) -> None:
     ck = ckpt.Checkpointer(f"{folder}/run", {"own": shard}, policy=policy, sinks=(tell,))
 
     def read() -> None:
-        link, words = ck._parts.saver.link, list[int]()
+        link, words = ck._block.saver.link, list[int]()
         while not stop.wait(READ_S):
-            found = link.control_words.tolist()
+            found = link.view.words.tolist()
             seen.extend((word, time.monotonic()) for word in found if word and word not in words)
             words = found
 

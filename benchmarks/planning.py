@@ -27,7 +27,8 @@ from ckpt.layout.layout import Declaration, Entry, Layout, Share
 from ckpt.layout.reshard import Want, plan_cuts
 from ckpt.layout.staging import stage
 from ckpt.trainer.state.mesh_coordinate import find_coordinate
-from ckpt.trainer.state.state_walk import StateWalker, hash_walk
+from ckpt.trainer.state.state_walk import StateWalker
+from ckpt.trainer.state.tensor_hashes import hash_replicas
 from ckpt.types import FRAME_BYTES, Box
 
 BAR_S = 1.5
@@ -51,10 +52,10 @@ def planning(count: int, rounds: int) -> list[Row]:
     walker = StateWalker(state, find_coordinate(state, 0, WORLD))
     walk = walker.walk()
     walk_s = median_s(walker.walk, rounds)
-    hash_s = median_s(lambda: hash_walk(walk), rounds)
+    hash_s = median_s(lambda: hash_replicas(walk.tensors, walk.may_have_replicas), rounds)
     rows: list[Row] = []
     for kind, layouts, hashed in (
-        ("replicated", [walk.layout] * WORLD, hash_walk(walk)),
+        ("replicated", [walk.layout] * WORLD, hash_replicas(walk.tensors, walk.may_have_replicas)),
         ("sharded", [sharded(walk.layout, rank) for rank in range(WORLD)], np.zeros((0, 2), np.uint64)),
     ):
         blobs = [encode_layout(layout) for layout in layouts]

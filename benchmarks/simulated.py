@@ -24,8 +24,7 @@ import pytest
 
 from ckpt import storage
 from ckpt.agent.net import framing
-from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.replication.replica_store import transfer_name
+from ckpt.agent.replication.replica_offers import transfer_name
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.snapshots.described import decode_described, describe_snapshots, encode_described
 from ckpt.agent.snapshots.inventory import Inventory
@@ -49,7 +48,7 @@ from ckpt.store import keys
 from ckpt.types import Box, Epoch, Identity, Version
 from tests.agent.fake import OPTIONS
 from tests.sim import world as worlds
-from tests.sim.agents import AgentProcess, Fabric, SimChannel, SimNetwork, SimNode
+from tests.sim.agents import AgentProcess, Fabric, SimChannel, SimNetwork
 from tests.sim.jobs import SimRank
 from tests.sim.world import Turn, World, living
 
@@ -84,7 +83,8 @@ class Traffic:
 def kind_of(fields: dict[str, Any]) -> str:
     """ "from-rank snapshot-staged" of a rank on another node, "to-rank checkpoint-level" to one, else the kind."""
     kind = str(fields["t"])
-    return f"{kind} {fields['message']['t']}" if kind in ("from-rank", "to-rank") else kind
+    message = fields.get("message") if kind in ("from-rank", "to-rank") else None
+    return f"{kind} {message['t']}" if message is not None else kind
 
 
 def sharded_layout(rank: int, world: int, tensors: int, columns: int = 4) -> Layout:
@@ -104,8 +104,14 @@ class Coordinator(AgentProcess):
         self._waiting: list[Callable[[], None]] = []
         self._is_scheduled = False
         self._busy_until_s = 0.0
-        super().__init__(fabric, 0, lambda agent: CoordinatorNode(fabric, agent, traffic))
+        self._traffic = traffic
+        super().__init__(fabric, 0)
         self._count_workers()
+
+    def make_network(self, server: Any, workers: Any, name: str, node: Any) -> NetworkToNodes:
+        made = NetworkToNodes(self.fabric, self, workers, name, node)
+        made.traffic = self._traffic
+        return made
 
     def happens(self, what: Callable[[], None], delay_s: float = 0.0) -> None:
         before, self.world.owner = self.world.owner, self
@@ -141,18 +147,6 @@ class Coordinator(AgentProcess):
                 self.cpu_s += time.process_time() - began_s
 
         self.world._let_go = let_go_counted  # type: ignore[method-assign]
-
-
-class CoordinatorNode(SimNode):
-    def __init__(self, fabric: Fabric, agent: AgentProcess, traffic: Traffic) -> None:
-        self._traffic = traffic
-        super().__init__(fabric, agent)
-
-    def _open_network(self, name: str) -> PeerNetwork:
-        if self.network is None:
-            self.network = NetworkToNodes(self._sim, self.agent, self._workers, name, self)
-            self.network.traffic = self._traffic
-        return self.network
 
 
 class NetworkToNodes(SimNetwork):
@@ -304,7 +298,7 @@ class Node:
         entered = self.job.step + 1
         if entered != self._step:
             self._step = entered
-            self.tell({"t": "rank-steps", "steps": [[rank, entered, 0] for rank in self.ranks]})
+            self.tell({"t": "node-report", "steps": [[rank, entered, 0] for rank in self.ranks]})
         self.job.sim.at(REPORT_DELAY_S, self.report_steps)
 
     def end_step(self, step: int) -> None:
@@ -317,36 +311,28 @@ class Node:
             for rank, each in self.ranks.items():
                 assert each.declaration is not None
                 body: dict[str, Any] = {
-                    "t": "snapshot-missed",
+                    "t": "snapshot-staged",
                     "attempt": word.attempt_number,
                     "version": version,
                     "why": "late",
                 }
                 if word.step == step:
                     told = {"slot": slot, "division": each.declaration.division}
-                    body = {**body, "t": "snapshot-staged", **told, "stall_s": 0.001, "lazy": False, "why": ""}
+                    body = {**body, **told, "stall_s": 0.001, "lazy": False, "why": ""}
                 late_s = self.job.sim.rng.uniform(0.0, STAGED_S)
                 self.job.sim.at(late_s, lambda rank=rank, body=body: self.say(rank, body))  # type: ignore[misc]
 
     def handle(self, message: Message) -> None:
         fields = message.fields
         match message.kind:
-            case (
-                "keep-connection"
-                | "limit-replication"
-                | "epoch-claimed"
-                | "start-outcome"
-                | "drop-older-epochs"
-                | "replicated"
-                | "pending-commit"
-            ):
+            case "keep-connection" | "job-state" | "start-outcome" | "evict":
                 pass
-            case "withdraw-published":
+            case "withdraw":
                 for rank in self.ranks:
                     self.job.fabric.offers.pop(
                         (self.agent_name, transfer_name(Identity.parse(fields["identity"]), rank))
                     )
-            case "start":
+            case "survey":
                 self.reply(message, {}, [msgpack.packb(Inventory().fields())])
             case "to-rank" if fields["message"]["t"] == "staging-plan":
                 self.ranks[int(fields["rank"])].take_plan(fields["message"], message.blobs)
@@ -374,7 +360,7 @@ class Node:
                 parts = self._reader.read(identity, self.job.world, arenas)
                 known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
                 self.reply(message, {}, [encode_parts(parts, known, self._reader.encoded_declarations())])
-            case "publish-snapshots":
+            case "publish":
                 self._publish(message, Identity.parse(fields["identity"]))
             case "replicate":
                 decode_described(message.blobs[1])
@@ -540,8 +526,8 @@ class SimulatedJob:
             self._pass(1.0)
             took_s = self.coordinator.cpu_s - cpu_s - idle_cpu_s * (self.sim.now_s - now_s)
             traffic = self.traffic.since(before)
-            traffic.messages.pop("rank-steps", None)  # which come each second, whether anything is saved or not
-            traffic.bytes.pop("rank-steps", None)
+            traffic.messages.pop("node-report", None)  # which come each second, whether anything is saved or not
+            traffic.bytes.pop("node-report", None)
             found.append(Saved(traffic, took_s, idle_cpu_s, self.coordinator.turns - turns, self.start_cpu_s))
         return found
 

@@ -18,7 +18,8 @@ from torch import nn
 from benchmarks.report import Row, median_s, parser, report
 from ckpt.trainer.state import state_nodes
 from ckpt.trainer.state.mesh_coordinate import find_coordinate
-from ckpt.trainer.state.state_walk import StateWalker, hash_walk
+from ckpt.trainer.state.state_walk import StateWalker
+from ckpt.trainer.state.tensor_hashes import hash_replicas
 
 
 def make_state(tensors: int) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def rows_of(tensors: int, repeats: int) -> list[Row]:
     pass_ms = 1e3 * median_s(lambda: [t.data_ptr() for t in every], repeats)
     questions: list[tuple[str, str, Callable[[], object]]] = [
         ("the walk", "part of planning", walker.walk),
-        ("hashes of replicas", "part of planning", lambda: hash_walk(walk)),
+        ("hashes of replicas", "part of planning", lambda: hash_replicas(walk.tensors, walk.may_have_replicas)),
         ("has it changed?", "part of a save", lambda: walker.has_changed(walk)),
         ("values, read and encoded", "part of a save", encode),
     ]

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
 
-from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, Superseded, UsageError
+from ckpt.errors import CkptError, CommitFailed, Leave, Superseded, UsageError
 from ckpt.events import Events, JsonLines, Sink
 from ckpt.placement.placement import ONE_REPLICA, Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
@@ -33,22 +33,15 @@ from ckpt.trainer.link.export_plan import plan_export
 from ckpt.trainer.link.levels import Level
 from ckpt.trainer.link.options import UserOptions, advise_interval, check_metrics, find_init, find_url, make_options
 from ckpt.trainer.loop import calling_framework, entry
-from ckpt.trainer.loop.due_saves import DueSaves
+from ckpt.trainer.loop.block import Block, leave_superseded
 from ckpt.trainer.loop.loader_watch import LoaderWatch
 from ckpt.trainer.loop.run_report import RunReport
-from ckpt.trainer.loop.saver import Saver
 from ckpt.trainer.loop.shutdown import Shutdown
 from ckpt.trainer.loop.step_tracking import StepTracking
-from ckpt.trainer.loop.steps import Appointments, Steps, as_whole_number
-from ckpt.trainer.loop.swapped_weights import find_pairs, swap
-from ckpt.trainer.state.state_nodes import ModuleNode, check_state
+from ckpt.trainer.loop.steps import Steps, as_whole_number
+from ckpt.trainer.state.state_nodes import check_state
 from ckpt.types import Version
 
-# EX_TEMPFAIL: this process did nothing wrong, but a newer start has taken its place.
-SUPERSEDED_EXIT_CODE = 75
-RETRY_INTERVAL_S = 0.2
-REHEARSAL_WAIT_S = 600.0  # how long a rehearsed process waits to be killed
-EXIT_RETRIES = 3  # further attempts at the exit, after a snapshot of the last step was given up
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -70,7 +63,7 @@ class Handle:
 
     def __init__(self, checkpointer: Checkpointer, version: Version) -> None:
         self._checkpointer = checkpointer
-        self._levels = checkpointer._parts.saver.link.levels
+        self._levels = checkpointer._block.saver.link.levels
         self.version = version
 
     @property
@@ -89,30 +82,15 @@ class Handle:
         Errors: SaveFailed if the checkpoint will not reach the level, or not in time; UsageError for an unknown level.
         """
         checkpointer = self._checkpointer
-        if checkpointer._entered_parts is None:
+        if checkpointer._entered_block is None:
             self._levels.wait(self.version, level, timeout_s)
-        elif threading.current_thread() is checkpointer._parts.saver.training_thread:
+        elif threading.current_thread() is checkpointer._block.saver.training_thread:
             checkpointer._wait_for_level(self.version, level, timeout_s)
         else:
-            checkpointer._parts.saver.wait(self.version, level, timeout_s)
+            checkpointer._block.saver.wait(self.version, level, timeout_s)
 
     def __repr__(self) -> str:
         return f"<ckpt.Handle step {self.version.step} level {self.level}>"
-
-
-@dataclass(slots=True)
-class _Parts:
-    """The parts that exist from `__enter__` to `__exit__`."""
-
-    tasks: Tasks
-    saver: Saver
-    step_tracking: StepTracking
-    steps: Steps
-    due_saves: DueSaves
-    appointments: Appointments
-    shutdown: Shutdown
-    # One function for each part that was begun, in that order: it ends that part.
-    cleanups: list[Callable[[], object]]
 
 
 def _exclusive(
@@ -213,12 +191,10 @@ class Checkpointer:
             trainable_only=trainable_only,
         )
         self._receipt = RunReport()
-        self.events.add(self._receipt.on_event)
-        self._entered_parts: _Parts | None = None
+        self.events.add(self._receipt.told)
+        self._entered_block: Block | None = None
         self._was_entered = False
         self._is_busy = False
-        self._is_restored_in_store = True  # whether the restored checkpoint is in the store
-        self._hold_at_step = self._rehearsal_step = 0
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -240,7 +216,7 @@ class Checkpointer:
         self._check_use()
         if (last := as_whole_number(total)) is None:
             raise UsageError(f"ck.steps({total!r}): a whole number of steps")
-        yield from self._parts.steps.iterate(last, self.step)
+        yield from self._block.steps.iterate(last, self.step)
 
     @_exclusive
     def step(self, n: SupportsIndex | None = None) -> None:
@@ -248,40 +224,12 @@ class Checkpointer:
         exception has left an optimizer.step(), nothing is saved any more.
         Errors: UsageError; Leave (a SystemExit) if the job has to leave; SaveFailed if no commit landed for
         Limits(unsaved_s=)."""
-        if n is not None and as_whole_number(n) != (last := self._parts.steps.last_ended) + 1:
+        if n is not None and as_whole_number(n) != (last := self._block.steps.last_ended) + 1:
             raise UsageError(
                 f"ck.step({n!r}): the last ended step is {last}, so the next is {last + 1}; "
                 "start counting from ck.restored.step + 1"
             )
-        self._end_step()
-
-    def _end_step(self) -> None:
-        # `self._parts` is a call, which each step would pay for.
-        parts = self._entered_parts or self._parts
-        if parts.step_tracking.is_swapped:
-            raise UsageError("a step ends inside ck.swapped(), where nothing is saved: leave the context before")
-        link, step = parts.saver.link, parts.steps.end_step()
-        parts.saver.note_boundary(step)
-        link.enter(step + 1)
-        parts.appointments.serve_due()
-        if parts.step_tracking.is_torn:
-            parts.step_tracking.report_torn()
-        if parts.step_tracking.foreign_optimizer is not None:
-            parts.step_tracking.report_foreign_optimizer(each.step_tracking for each in self._other_parts())
-        if parts.step_tracking.unregistered.due_by_role:
-            self._report_unregistered()
-        if step == self._rehearsal_step:
-            self._rehearse()
-        if link.superseded_by is not None:
-            self._leave_superseded(link.superseded_by)
-        if parts.due_saves.note_step_end(step) and not parts.step_tracking.report_waiting_gradients(step):
-            self._save_due()
-        unsaved_s = self._limits.unsaved_s
-        if unsaved_s is not None and time.monotonic() - link.levels.committed_s > unsaved_s:
-            raise SaveFailed(
-                f"nothing reached the store for {unsaved_s:g} s (ckpt.Limits(unsaved_s=)): the store does not "
-                f"answer, or one commit takes longer than that; run `ckpt doctor {redact_url(self.url)}`"
-            )
+        (self._entered_block or self._block).end_step()
 
     @_exclusive
     def poll(self) -> None:
@@ -291,22 +239,14 @@ class Checkpointer:
         No snapshot is taken if an optimizer has stepped since the last step ended. Nor is one, if a loader is
         registered, in the body of a step of ck.steps() that has not ended. Errors: UsageError; Leave (a SystemExit) if
         the job has to leave."""
-        parts = self._parts
-        parts.saver.snapshotter.poll()
-        parts.steps.begin_version()
-        parts.step_tracking.note_poll()
-        parts.appointments.serve_due()
-        if parts.saver.link.superseded_by is not None:
-            self._leave_superseded(parts.saver.link.superseded_by)
+        self._block.poll()
 
     @_exclusive
     def fence(self) -> None:
         """Waits for copies in the background. Call it before you change parameters or optimizer state by hand (outside
         optimizer.step()) in the middle of a step. If no optimizer has ever stepped, a step of ck.steps() that a break
         leaves after the fence counts as ended, as after an update."""
-        parts = self._parts
-        parts.saver.snapshotter.fence()
-        parts.step_tracking.is_fenced = True
+        self._block.fence()
 
     @contextlib.contextmanager
     def swapped(self, average: Any, model: Any = None) -> Iterator[None]:
@@ -317,18 +257,8 @@ class Checkpointer:
         of tensors by name. model: the module to change (default: the one of the state that the average fits).
         Errors: UsageError; in the context also from `step` and `save`."""
         self._check_use()
-        saver, tracking = self._parts.saver, self._parts.step_tracking
-        if tracking.is_swapped:
-            raise UsageError("ck.swapped() inside ck.swapped(): leave the first one before")
-        held = [node.value for node in saver.walk.scan.nodes if isinstance(node, ModuleNode)]
-        module, pairs = find_pairs(average, held if model is None else [model])
-        saver.snapshotter.fence()
-        tracking.is_swapped = True
-        try:
-            with swap(module, pairs):
-                yield
-        finally:
-            tracking.is_swapped = False
+        with self._block.swapped(average, model):
+            yield
 
     @_exclusive
     def save(self, metrics: dict[str, float] | None = None) -> Handle:
@@ -338,39 +268,13 @@ class Checkpointer:
 
         Errors: UsageError after an update that no step has ended. UsageError too, if a loader is registered, in the
         body of a step of ck.steps() that has not ended: a restore would skip the batch that was drawn for that step."""
-        numbers, parts = check_metrics(metrics, self.events), self._parts
-        if parts.step_tracking.is_swapped:
-            raise UsageError("ck.save() inside ck.swapped(), where nothing is saved: leave the context before")
-        steps, link = parts.steps, parts.saver.link
-        if parts.step_tracking.pending_updates:
-            raise UsageError(
-                "ck.save() after an optimizer update that no step has ended: call ck.step() first, so that the "
-                f"checkpoint is of step {steps.last_ended + 1} and not of half of it"
-            )
-        if steps.may_have_drawn_batch:
-            raise UsageError(
-                f"ck.save() in step {steps.last_ended + 1}, which has not ended. A batch may have been drawn for that "
-                "step, "
-                "and a restart would skip it: call ck.step() first, at the end of the step's body. After a loop that "
-                "ended with its loader, ck.step() would count one step too many: call ck.step() and ck.save() in the "
-                "loop's body"
-            )
-        version = steps.begin_version()
-        parts.step_tracking.note_poll()
-        try:
-            self._save_now("save", version, numbers)
-        except (SaveFailed, AgentError) as exc:
-            if link.superseded_by is not None:
-                self._leave_superseded(link.superseded_by)
-            link.levels.record(version, "local", False, str(exc))
-            self.events.emit("save.failed", f"ckpt: step {version.step} was not saved: {exc}", loud=True)
-        return Handle(self, version)
+        return Handle(self, self._block.save(check_metrics(metrics, self.events)))
 
     @_exclusive
     def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
         """Waits until the newest snapshot that this rank took has reached `level`; returns at once if there is none.
         Errors: SaveFailed; UsageError for an unknown level."""
-        saver = self._parts.saver
+        saver = self._block.saver
         if saver.newest_taken is not None:
             saver.wait(saver.newest_taken, level, timeout_s)
 
@@ -385,15 +289,13 @@ class Checkpointer:
     def __enter__(self) -> Self:
         self._check_entry()
         settings, began_s = read_settings(), time.monotonic()
-        is_rehearsal = settings.redirect is not None and self.url == settings.redirect[1]
-        self._hold_at_step, self._rehearsal_step = (settings.hold_at_step, 1) if is_rehearsal else (0, 0)
         if self._notices == "off":
             settings = replace(settings, notices="off")
         last, ends = contextlib.ExitStack(), list[Callable[[], object]]()
         try:
             self._enter_job(settings, last, ends, began_s)
         except BaseException as exc:
-            run_cleanups([last.close, *ends] if self._entered_parts is None else self._entered_parts.cleanups)
+            run_cleanups([last.close, *ends] if self._entered_block is None else self._entered_block.cleanups)
             # The message says all: people see their own line and the message, not how ckpt came to it.
             if isinstance(exc, UsageError):
                 raise exc.with_traceback(None) from exc.__cause__
@@ -407,11 +309,11 @@ class Checkpointer:
                 "a process that multiprocessing has spawned is importing this script, and would start the job a second "
                 'time: put the training code below `if __name__ == "__main__":`'
             )
-        if self._entered_parts is not None:
+        if self._entered_block is not None:
             raise UsageError("this Checkpointer is entered already; make one for each `with`")
         if self._was_entered:
             raise UsageError("this Checkpointer was entered before; make one for each `with`, with objects made anew")
-        if any(other.url == self.url and other._entered_parts is not None for other in _ENTERED_CHECKPOINTERS):
+        if any(other.url == self.url and other._entered_block is not None for other in _ENTERED_CHECKPOINTERS):
             raise UsageError(
                 f"this process has a Checkpointer on {redact_url(self.url)} already: put all of the state into one, "
                 "or give "
@@ -431,7 +333,7 @@ class Checkpointer:
             job = entry.JobEntry(self._options, settings, tasks, self.events, self._receipt, ends)
             saver, found = job.saver, job.enter()
         except Superseded as exc:
-            self._leave_superseded(str(exc))
+            leave_superseded(self.url, str(exc), self.events)
         # From here on this rank is a member of the job.
         try:
             updates = StepTracking(self.state, lambda: saver.walk, self.events)
@@ -441,36 +343,47 @@ class Checkpointer:
             watch.begin_watch(is_told)
             if is_told:
                 calling_framework.report_unsaved(self.state, self.events)
-            steps = Steps(found.version.step, saver, updates, watch, self.events)
             shutdown = Shutdown(saver.link, tasks, self.events, settings)
-            shutdown.save_again = self._save_again
-            appointments = Appointments(steps, saver, updates, shutdown)
             fail_all = functools.partial(saver.link.levels.fail_all, "the block was left before that was known")
             ends = [shutdown.close, last.close, fail_all, *ends, shutdown.end_threads, self._mark_exited]
             if lines is not None and (terms := saver.link.terms) is not None:
                 lines.add_entries(rank=terms.rank, epoch=terms.epoch, launch=terms.launch)
-            due = DueSaves(self._policy)
-            self._mark_entered(_Parts(tasks, saver, updates, steps, due, appointments, shutdown, ends), found, began_s)
+            is_rehearsal = settings.redirect is not None and self.url == settings.redirect[1]
+            block = Block(
+                self.url,
+                self._limits,
+                self.events,
+                tasks,
+                saver,
+                updates,
+                Steps(found.version.step, saver, updates, watch, self.events),
+                shutdown,
+                is_restored_in_store=found.is_stored,
+                save_every=self._policy.steps if isinstance(self._policy, Every) else None,
+                rehearsal_steps=(1, settings.hold_at_step) if is_rehearsal else (),
+                others=self._other_blocks,
+                cleanups=ends,
+            )
+            self._mark_entered(block, found, began_s)
             last.callback(lambda: self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict()))
             shutdown.start_listening()
         except BaseException:
             saver.link.give_up()
             raise
 
-    def _mark_entered(self, parts: _Parts, found: entry.RestoreResult, began_s: float) -> None:
+    def _mark_entered(self, block: Block, found: entry.RestoreResult, began_s: float) -> None:
         """Marks this object as entered, and records what was restored."""
-        link = parts.saver.link
-        self._entered_parts = parts
+        link = block.saver.link
+        self._entered_block = block
         self._was_entered = True
         _ENTERED_CHECKPOINTERS.add(self)
         self.restored = Restored(found.version.step, found.level, found.identity, found.source)
-        self._is_restored_in_store = found.is_stored
-        self._receipt.start_step = parts.steps.start_step
+        self._receipt.start_step = block.steps.start_step
         self._receipt.restored_from = self.restored.source
         self._receipt.entry_s = time.monotonic() - began_s
         # The time that entering took does not count as unsaved.
         link.levels.begin()
-        link.enter(parts.steps.start_step + 1)
+        link.view.enter(block.steps.start_step + 1)
         self._update_receipt()
         if self.restored.identity is not None:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
@@ -478,11 +391,11 @@ class Checkpointer:
             advise_interval(self._policy, self._limits, self.events)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        # `self._parts` is a call, in which Ctrl-C could be raised.
-        parts = self._entered_parts or self._parts
+        # `self._block` is a call, in which Ctrl-C could be raised.
+        block = self._entered_block or self._block
         # In a forked child all resources belong to the parent.
-        if parts.saver.is_forked:
-            self._entered_parts = None
+        if block.saver.is_forked:
+            self._entered_block = None
             return
         failure: CkptError | None = None
         # sys.exit(0) in the loop is a normal end. Leave has another code.
@@ -490,24 +403,19 @@ class Checkpointer:
         # Stays set: from here on users call nothing any more.
         self._is_busy = True
         try:
-            if ends_normally:
-                failure = self._finish_normally()
-            else:
-                # No snapshot is taken: half a step may be in the state.
-                parts.saver.wait_for_copies()
-                failure = parts.shutdown.finish_early(self._limits.exit_s)
+            failure = block.finish() if ends_normally else block.finish_early()
         except Leave:
             raise
         except BaseException:
             # Ctrl-C. Else the agent would wait for this rank to come back.
-            parts.saver.link.give_up()
+            block.saver.link.give_up()
             raise
         finally:
             try:
-                run_cleanups(parts.cleanups)
+                run_cleanups(block.cleanups)
             except KeyboardInterrupt:
                 # It may have come before the first call or between two: the rest is still in the list.
-                run_cleanups(parts.cleanups)
+                run_cleanups(block.cleanups)
                 raise
         if failure is not None:
             if not ends_normally and error is not None:
@@ -527,174 +435,20 @@ class Checkpointer:
         closing.callback(self.events.remove, lines)
         return lines
 
-    def _finish_normally(self) -> CkptError | None:
-        """Saves the last step unless it is saved, and waits for its commit. Returns the failure, if any. Errors: Leave.
-
-        A step that was restored from memory and is not in the store is saved too: no other process may be left to
-        commit it."""
-        parts = self._parts
-        shutdown, steps = parts.shutdown, parts.steps
-        try:
-            if torn := parts.step_tracking.report_torn():
-                return self._leave_torn(torn)
-            if steps.leave_loop():
-                self._end_step()
-            deadline, pending = shutdown.begin_exit(self._limits.exit_s), parts.step_tracking.pending_updates
-            trained = steps.has_ended_step or parts.saver.newest_taken is not None
-            steps.report_none()
-            if not pending and (trained or not self._is_restored_in_store):
-                return self._save_last(deadline)
-        except Leave:
-            shutdown.finish_early(self._limits.exit_s)
-            raise
-        if pending:
-            text = f"ckpt: {pending} optimizer updates, but not one ended step: none of them is saved. "
-            text += "Loop over ck.steps(...), or call ck.step() after each update"
-            self.events.emit("step.none", text, loud=True)
-        return shutdown.leave("normal", deadline)
-
-    def _save_last(self, deadline: float) -> CkptError | None:
-        """Saves the last step. `deadline`: on the monotonic clock. Returns the failure, if any. Errors: Leave."""
-        parts = self._parts
-        link, steps, shutdown, tries = parts.saver.link, parts.steps, parts.shutdown, 0
-        # The state may have changed since the last boundary was saved, for example by an epoch counter behind the loop.
-        saver = parts.saver
-        is_behind = steps.sub or saver.requested_version == steps.version or saver.has_moved(steps.version, deadline)
-        version = steps.begin_version() if is_behind else steps.version
-        failure: CkptError = CommitFailed("no attempt was made")
-        if lost := parts.step_tracking.gradients.waiting_reason(version.step):
-            text = f"ckpt: the last step is saved without its gradients: {lost}"
-            self.events.emit("gradients.waiting", text, loud=True)
-        while time.monotonic() < deadline:
-            restarts = link.agent_restarts
-            try:
-                held = self._save_now("exit", version, {}, deadline)
-                parts.saver.wait(held, "store", max(0.0, deadline - time.monotonic()), "exit")
-                return shutdown.leave("normal", deadline)
-            except CkptError as exc:
-                failure = exc
-            # Being superseded ends the wait above, too.
-            if link.superseded_by is not None:
-                self._leave_superseded(link.superseded_by)
-            if isinstance(failure, NotStaged) and tries < EXIT_RETRIES:
-                tries += 1
-                # All ranks see that the snapshot was given up, or that others ask for a later version.
-                version = steps.begin_version()
-            elif not isinstance(failure, AgentError):
-                return shutdown.leave("normal", deadline) or shutdown.unsaved_error(version, failure)
-            elif link.is_given_up:
-                break
-            else:
-                # The agent is being started again, and the arenas are handed over to it.
-                parts.tasks.stopping.wait(RETRY_INTERVAL_S)
-                if link.agent_restarts != restarts:
-                    version = steps.begin_version()
-        return failure
-
-    def _save_again(self, until_s: float) -> None:
-        """Saves the last step anew: the ranks leave, and the agent that had its snapshot is dead. `until_s`: on the
-        monotonic clock. A failure shows in what the next agent says of the store."""
-        parts = self._parts
-        with contextlib.suppress(CkptError):
-            self._save_now("exit", parts.steps.begin_version(), {}, until_s)
-            parts.saver.wait_for_copies(max(1.0, until_s - time.monotonic()))
-
-    def _leave_torn(self, why: str) -> CkptError | None:
-        """Leaves without a snapshot, as after an exception: half an update may be in the state. Returns the failure, if
-        any: CommitFailed if the last step was not saved before that update."""
-        parts = self._parts
-        parts.saver.wait_for_copies()
-        failure = parts.shutdown.finish_early(self._limits.exit_s)
-        newest, steps = parts.saver.link.levels.newest("store"), parts.steps
-        is_saved = (
-            self._is_restored_in_store and not steps.has_ended_step
-            if newest is None
-            else newest.step == steps.last_ended
-        )
-        return failure or (None if is_saved else CommitFailed(why))
-
-    # -- inside
-
-    def _save_due(self) -> None:
-        """Saves the step that has just ended, because the policy names it; all ranks do. If the save fails, training
-        goes on: an event reports the failure, and the receipt counts it. Errors: Leave."""
-        parts = self._parts
-        parts.due_saves.mark_requested()
-        link, version, receipt = parts.saver.link, parts.steps.version, self._receipt
-        began_s, missed, until_s = time.monotonic(), receipt.missed_snapshots, None
-        # After unsaved_s without a commit the block is left anyway.
-        if self._limits.unsaved_s is not None:
-            until_s = min(began_s + self._limits.exit_s, link.levels.committed_s + self._limits.unsaved_s)
-        try:
-            self._save_now("due", version, {}, until_s)
-        except (SaveFailed, AgentError) as exc:
-            receipt.missed_snapshots = max(receipt.missed_snapshots, missed + 1)
-            if link.superseded_by is not None:
-                self._leave_superseded(link.superseded_by)
-            self.events.emit("save.failed", f"ckpt: step {version.step} was not saved: {exc}", loud=True)
-
-    def _rehearse(self) -> None:
-        """For `ckpt rehearse`: saves step 1, to compare with after the kill, and later the step at which the process is
-        killed. It waits there for the kill, so that the script does not run past it. Training goes on if no kill comes.
-        """
-        parts, version = self._parts, self._parts.steps.begin_version()
-        self._rehearsal_step = self._hold_at_step
-        try:
-            self._save_now("save", version, {})
-            parts.saver.wait(version, "store", self._limits.exit_s)
-        except (SaveFailed, AgentError) as exc:
-            self.events.emit("save.failed", f"ckpt: step {version.step} was not saved: {exc}", loud=True)
-        else:
-            if version.step == self._hold_at_step:
-                parts.tasks.stopping.wait(REHEARSAL_WAIT_S)
-
-    def _save_now(
-        self, why: str, version: Version, metrics: dict[str, float], deadline: float | None = None
-    ) -> Version:
-        """Asks for a slot together with all ranks, and takes the snapshot. Returns the version that holds the state, as
-        `Saver.save` does. Errors: CkptError; Leave."""
-        parts = self._parts
-        link = parts.saver.link
-        until_s = time.monotonic() + self._limits.exit_s if deadline is None else deadline
-        why_not = parts.step_tracking.report_torn()
-        if why == "save" and not why_not:
-            why_not = parts.step_tracking.gradients.waiting_reason(
-                version.step
-            ) or parts.step_tracking.report_swapped_weights(version.step)
-        if why_not:
-            # Else the other ranks would wait for this one.
-            link.report_unsavable(version, why_not)
-            raise SaveFailed(why_not)
-        try:
-            held = parts.saver.save(why, version, metrics, until_s)
-        except Superseded as exc:
-            self._leave_superseded(link.superseded_by or str(exc))
-        if parts.step_tracking.unregistered.due_by_role:
-            self._report_unregistered()
-        return held
-
     @_exclusive
     def _wait_for_level(self, version: Version, level: Level, timeout_s: float | None) -> None:
         """`Saver.wait`, called by the user on the training thread."""
-        self._parts.saver.wait(version, level, timeout_s)
-
-    def _leave_superseded(self, by: str) -> NoReturn:
-        text = (
-            f"ckpt: a newer start owns {redact_url(self.url)} now ({by}); this job leaves and saves nothing more. "
-            "Jobs that are to run beside each other need a URL each"
-        )
-        self.events.emit("superseded", text, loud=True)
-        raise Leave(SUPERSEDED_EXIT_CODE)
+        self._block.saver.wait(version, level, timeout_s)
 
     @property
-    def _parts(self) -> _Parts:
-        if self._entered_parts is None:
+    def _block(self) -> Block:
+        if self._entered_block is None:
             raise UsageError("used outside the `with ckpt.Checkpointer(...)` block")
-        return self._entered_parts
+        return self._entered_block
 
     def _check_use(self) -> None:
-        # For speed, as in `_end_step`.
-        saver = (self._entered_parts or self._parts).saver
+        # `self._block` is a call, which each step would pay for.
+        saver = (self._entered_block or self._block).saver
         if saver.is_forked:
             raise UsageError(
                 "a Checkpointer belongs to the process that entered it, not to a forked child: leave saving to the "
@@ -707,35 +461,24 @@ class Checkpointer:
                 "called by a signal's handler or a sink while ckpt is at work: set a flag there, and call it in a step"
             )
 
-    def _report_unregistered(self) -> None:
-        parts = self._parts
-        if parts.saver.checked_step == parts.steps.last_ended:
-            parts.step_tracking.unregistered.report_unsaved(
-                [parts.saver.walk, *(each.saver.walk for each in self._other_parts())]
-            )
-
-    def _other_parts(self) -> list[_Parts]:
-        """The parts of the other Checkpointers that this process has entered."""
-        return [
-            each._entered_parts
-            for each in _ENTERED_CHECKPOINTERS
-            if each is not self and each._entered_parts is not None
-        ]
+    def _other_blocks(self) -> list[Block]:
+        """The blocks of the other Checkpointers that this process has entered."""
+        blocks = (each._entered_block for each in _ENTERED_CHECKPOINTERS if each is not self)
+        return [block for block in blocks if block is not None]
 
     def _mark_exited(self) -> None:
         try:
             self._update_receipt()
         finally:
-            self._entered_parts = None
+            self._entered_block = None
             _ENTERED_CHECKPOINTERS.discard(self)
 
     def _update_receipt(self) -> None:
-        if self._entered_parts is not None:
-            saver = self._entered_parts.saver
-            self._receipt.end_step = self._entered_parts.steps.last_ended
+        if self._entered_block is not None:
+            saver = self._entered_block.saver
+            self._receipt.end_step = self._entered_block.steps.last_ended
             newest = saver.link.levels.newest("store")
             self._receipt.committed_step = newest.step if newest else self._receipt.committed_step
-            self._receipt.agent_restarts = saver.link.agent_restarts
             saver.fill_report(self._receipt)
 
 
@@ -744,8 +487,8 @@ _ENTERED_CHECKPOINTERS: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 def _abandon_in_child() -> None:
     for checkpointer in list(_ENTERED_CHECKPOINTERS):
-        if checkpointer._entered_parts is not None:
-            checkpointer._entered_parts.saver.abandon_in_child()
+        if checkpointer._entered_block is not None:
+            checkpointer._entered_block.saver.abandon_in_child()
 
 
 os.register_at_fork(after_in_child=_abandon_in_child)

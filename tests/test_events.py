@@ -46,7 +46,7 @@ def test_what_is_logged_says_once_who_speaks(caplog: pytest.LogCaptureFixture) -
 
 def test_what_each_snapshot_says_again_is_loud_once_and_counted() -> None:
     receipt, seen = RunReport(), list[Event]()
-    told = Events(receipt.on_event, seen.append)
+    told = Events(receipt.told, seen.append)
     for step in range(3, 8):
         told.emit("snapshot.failed", f"ckpt: step {step} was not staged: of no known type", loud=True)
     told.emit("snapshot.failed", "ckpt: step 8 was not staged: of another kind", loud=True)

@@ -311,7 +311,7 @@ class FakeRank:
     def keep(self, word: ControlWord) -> bool:
         if word.step < self.step:
             self.notify(
-                "snapshot-missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"}
+                "snapshot-staged", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"}
             )
             return False
         self.take(word.attempt_number, word.slot, Version(self.step))
@@ -324,7 +324,7 @@ class FakeRank:
             plan = self.plan
             warm = plan is not None and self.warm.get(slot) == plan.declaration.division
         if plan is None or not warm:
-            self.notify("snapshot-missed", {"attempt": number, "version": str(version), "why": "not granted"})
+            self.notify("snapshot-staged", {"attempt": number, "version": str(version), "why": "not granted"})
             return
         arena, declaration = self.slots[slot], plan.declaration
         arena.begin_fill()
@@ -455,7 +455,7 @@ class FakeRank:
         step, answered = self.looked
         if word is not None and word not in answered and word.step <= step:
             self.notify(
-                "snapshot-missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"}
+                "snapshot-staged", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"}
             )
 
     def on_grant_arena(self, fields: dict[str, Any], message: messages.Message) -> None:

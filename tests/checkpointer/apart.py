@@ -86,7 +86,7 @@ def an_agent_that_dies_in_a_save(folder: Path, rank: int) -> dict[str, Any]:
                     seen.wait("save.awaited")  # rank 1 waits for this one
                     kill_agent(folder / "dies")
                     until(
-                        lambda: over.exists() and ck._parts.saver.link.agent_restarts > 0
+                        lambda: over.exists() and ck._block.saver.link.agent.restarts > 0
                     )  # it may see the death late
                 handle = ck.save()
                 over.touch()

@@ -21,6 +21,7 @@ from tests.checkpointer.scripts import ROOT
     "name",
     [
         "step",
+        "snapshot",
         "stall",
         pytest.param("device", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
         "many",

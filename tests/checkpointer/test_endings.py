@@ -84,13 +84,13 @@ def held() -> list[str]:
 
 
 ENTERING = (
-    *("Snapshotter.__init__", "Saver.__init__", "Saver.begin", "Tasks.start", "Link.connect", "Link.join"),
+    *("Snapshotter.__init__", "Saver.__init__", "Saver.begin", "Tasks.start", "AgentConnection.connect", "Link.join"),
     *("StepTracking.install_hooks", "StepTracking.read_scaler_states", "Shutdown.start_listening"),
     *("Signals.__enter__", "is_caught", "Levels.begin"),
 )
 LEAVING = (
     *("run_cleanups", "Checkpointer._mark_exited", "Shutdown.end_threads", "StepTracking.close", "StepHook.remove"),
-    *("Saver.close", "Saver.wait_for_copies", "Snapshotter.close", "Link.close", "Link._drop_connection"),
+    *("Saver.close", "Saver.wait_for_copies", "Snapshotter.close", "Link.close", "AgentConnection.drop"),
     *("Arena.close", "ControlPage.close", "Tasks.close", "Levels.fail_all", "Shutdown.close"),
 )
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -115,7 +115,7 @@ def test_an_interrupt_before_the_first_line_of_what_enters_or_leaves_the_block_l
         sys.setprofile(None)
     assert is_all_gone(tmp_path)
     assert not held()
-    assert ck._entered_parts is None
+    assert ck._entered_block is None
     assert [signal.getsignal(each) for each in SIGNALS] == handlers
 
 

@@ -10,7 +10,7 @@ import pytest
 from ckpt import Adaptive, Every, Keep, Limits, Parity, Replicas
 from ckpt.errors import UsageError
 from ckpt.trainer.link.options import UserOptions, make_options
-from ckpt.trainer.loop.entry import _check_facts, _compared_options
+from ckpt.trainer.loop.rank_facts import check_facts, compared_options
 
 FACTS: dict[str, Any] = {
     "url": "/run",
@@ -27,7 +27,7 @@ def second(**changes: Any) -> list[dict[str, Any]]:
 
 
 def test_equal_facts_pass() -> None:
-    _check_facts(second())
+    check_facts(second())
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_equal_facts_pass() -> None:
 )
 def test_what_differs_is_named(changes: dict[str, Any], error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
-        _check_facts(second(**changes))
+        check_facts(second(**changes))
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_what_differs_is_named(changes: dict[str, Any], error: type[Exception], 
     ],
 )
 def test_of_the_options_only_what_differs_is_named_with_what_it_is(changes: dict[str, Any], named: str) -> None:
-    one, other = (_compared_options(asked(**given)) for given in ({}, changes))
+    one, other = (compared_options(asked(**given)) for given in ({}, changes))
     with pytest.raises(UsageError) as raised:
-        _check_facts([{**FACTS, "options": one}, {**FACTS, "coordinate": "rank=1", "options": other}])
+        check_facts([{**FACTS, "options": one}, {**FACTS, "coordinate": "rank=1", "options": other}])
     assert f"alike: {named}" in str(raised.value)
 
 

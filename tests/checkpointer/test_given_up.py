@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.trainer.link.link import FAILED_RESTARTS_MAX
+from ckpt.trainer.link.agent_connection import FAILED_RESTARTS_MAX
 from tests.checkpointer.loops import losses, make
 from tests.checkpointer.runs import Seen, kill_agent
 from tests.checkpointer.watched import calls_watched
@@ -32,6 +32,6 @@ def test_a_job_whose_agent_is_given_up_trains_to_its_end_and_waits_for_nothing_t
                 ck.save().wait(timeout_s=30)
     with calls_watched() as calls, pytest.raises(ckpt.CommitFailed, match="could not be started again"):
         ck.__exit__(None, None, None)
-    assert calls.count("Checkpointer._save_now") == 1, "it tries again as long as one is being started"
+    assert calls.count("Block._save_now") == 1, "it tries again as long as one is being started"
     assert found == losses(4)
     assert seen.named("agent.given_up")[0].loud

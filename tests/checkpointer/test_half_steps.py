@@ -163,7 +163,7 @@ def test_ctrl_c_that_is_caught_while_a_step_ends_makes_no_other_step(
 ) -> None:
     run = Run(tmp_path)
     with run.ck as ck:
-        saver = ck._parts.saver
+        saver = ck._block.saver
         boundary = saver.note_boundary
 
         def interrupted(step: int) -> None:

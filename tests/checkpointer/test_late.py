@@ -16,7 +16,7 @@ def test_a_rank_that_others_wait_for_says_at_once_that_it_is_past_their_boundary
     with ckpt.Checkpointer(tmp_path / "run", job.state, policy=ckpt.Every(steps=1000)) as ck:
         ck.step()
         ck.step()
-        link = ck._parts.saver.link
+        link = ck._block.saver.link
 
         def missed(word: ControlWord) -> int:
             before = ck._receipt.missed_snapshots
@@ -27,10 +27,10 @@ def test_a_rank_that_others_wait_for_says_at_once_that_it_is_past_their_boundary
         assert missed(ControlWord(7, 0, WordKind.HOLD, 2, 1)) == 0, "a poll that is yet to come"
         assert missed(ControlWord(7, 0, WordKind.HOLD, 2)) == 1
         assert missed(ControlWord(7, 0, WordKind.HOLD, 1)) == 1
-        word, page = ControlWord(7, 0, WordKind.HOLD, 2), link.control_words
-        link.control_words = memoryview(bytearray(word.pack().to_bytes(8, "little"))).cast("Q")
-        assert link.read_control_words(2, 0) == [word.pack()]
+        word, page = ControlWord(7, 0, WordKind.HOLD, 2), link.view.words
+        link.view.words = memoryview(bytearray(word.pack().to_bytes(8, "little"))).cast("Q")
+        assert link.view.read_words(2, 0) == [word.pack()]
         assert missed(word) == 0, "it has seen it there, and answers itself"
         assert missed(ControlWord(8, 0, WordKind.HOLD, 2)) == 1
-        link.control_words = page
+        link.view.words = page
     wait_agent_gone(tmp_path / "run")

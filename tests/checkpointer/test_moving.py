@@ -166,7 +166,7 @@ def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
         ck.step()
         ck.save().wait("store", timeout_s=60)
         next(steps)
-        saver = ck._parts.saver
+        saver = ck._block.saver
         link, snapshotter = saver.link, saver.snapshotter
         number, slot, old = ready(link)
         new = divided_anew(old)
@@ -199,7 +199,7 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
         for _ in ck.steps(1):
             ck.step()
         ck.save().wait("store", timeout_s=60)
-        link = ck._parts.saver.link
+        link = ck._block.saver.link
         number, slot, old = ready(link)
         assert slot.hold(link)
         before = bytes(slot.arena.view)

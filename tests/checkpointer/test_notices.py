@@ -224,7 +224,7 @@ def test_an_agent_that_dies_before_the_last_commit_is_started_again_saves_it_and
     assert run(URL, found["step"] + 2).from_step == found["step"]
 
 
-def test_where_no_agent_can_be_started_again_the_trainer_says_what_is_in_the_store(
+def test_where_no_agent_can_be_started_again_the_rank_leaves_by_the_deadline(
     tmp_path: Path, store: Proxy, runtime_dir: Path
 ) -> None:
     script = train(tmp_path / "log", URL, ENDLESS, "--every", "10", CKPT_SIGTERM_S="20")
@@ -240,11 +240,8 @@ def test_where_no_agent_can_be_started_again_the_trainer_says_what_is_in_the_sto
     assert code_of(script) == CODE
     runtime_dir.chmod(0o700)
     store.heal()
-    found = outcome(tmp_path)
-    assert (found["how"], found["level"]) == ("left", "store")
-    assert 10 <= found["step"] == found["committed_step"] < last_steps(script, 1)[0]
-    assert "none could be started again" in found["error"]
-    assert said(script, "notice.outcome")
+    assert said(script, "agent.restart_failed")
+    assert not (tmp_path / "outcome.json").exists()
 
 
 @pytest.mark.torchrun

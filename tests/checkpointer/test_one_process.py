@@ -108,11 +108,11 @@ def test_an_agent_that_is_started_again_sees_the_step_of_a_rank_that_waits_in_it
         for step in ck.steps(3):
             job.train(step)
         ck.poll()
-        link = ck._parts.saver.link
-        before = link._control_page
+        link = ck._block.saver.link
+        before = link.view.page
         kill_agent(tmp_path)
         deadline = time.monotonic() + 60
-        while (page := link._control_page) in (None, before) or not page.entered_step(0):
+        while (page := link.view.page) in (None, before) or not page.entered_step(0):
             assert time.monotonic() < deadline, "the new agent does not know which step it is"
             time.sleep(0.01)
         assert (page.entered_step(0), page.poll_count(0)) == (4, 1)

@@ -78,9 +78,9 @@ def test_a_checkpoint_that_was_passed_over_is_what_fell_back(tmp_path: Path) -> 
 def test_what_fell_back_is_bounded_and_in_one_line() -> None:
     receipt = RunReport()
     for number in range(2 * FALLBACK_MESSAGES_MAX):
-        receipt.on_event(Event("restore.skipped", f"ckpt: {number}\n{'x' * 2 * MESSAGE_CHARS_MAX}", True))
-    receipt.on_event(Event("restore.skipped", "quiet"))
-    assert len(receipt.fallback_messages) == FALLBACK_MESSAGES_MAX
-    receipt.fallbacks = receipt.fallback_messages
+        receipt.told(Event("restore.skipped", f"ckpt: {number}\n{'x' * 2 * MESSAGE_CHARS_MAX}", True))
+    receipt.told(Event("restore.skipped", "quiet"))
+    assert len(receipt.told.fallback_messages) == FALLBACK_MESSAGES_MAX
+    receipt.fallbacks = receipt.told.fallback_messages
     assert "\n" not in receipt.line() + receipt.restored_line()
-    assert all(len(text) <= MESSAGE_CHARS_MAX and text.endswith("x ...") for text in receipt.fallback_messages)
+    assert all(len(text) <= MESSAGE_CHARS_MAX and text.endswith("x ...") for text in receipt.told.fallback_messages)

@@ -59,7 +59,7 @@ def main() -> None:
     found_by = list[str]()
     with ckpt.Checkpointer(folder / "run", state, policy=policy, limits=limits) as ck:
         pids = [(0, 0)] * 2
-        dist.all_gather_object(pids, (os.getpid(), ck._parts.saver.link.connection.agent_pid))
+        dist.all_gather_object(pids, (os.getpid(), ck._block.saver.link.connection.agent_pid))
         if rank == 1:
             lose_the_word(*pids[0], found_by)
         for _ in ck.steps(2):

@@ -99,7 +99,11 @@ class Fabric:
 
     def lend(self, node: int, lend: MemoryNodeOptions) -> AgentProcess:
         """Starts the agent of a memory-only node."""
-        made = self.agents[node] = AgentProcess(self, node, lambda agent: SimLendingNode(self, agent, lend))
+
+        def make(agent: AgentProcess) -> MemoryNode:
+            return MemoryNode(self.url, self.settings(node), agent.server, lend, agent.make_network)
+
+        made = self.agents[node] = AgentProcess(self, node, make)
         self.ever.append(made)
         return made
 
@@ -152,21 +156,33 @@ class Fabric:
 class AgentProcess:
     """One process: its loop, a turn of which follows each thing that happens."""
 
-    def __init__(self, fabric: Fabric, node: int, make: Callable[[AgentProcess], Agent] | None = None) -> None:
+    def __init__(
+        self, fabric: Fabric, node: int, make: Callable[[AgentProcess], Agent | MemoryNode] | None = None
+    ) -> None:
         self.fabric, self.world, self.number = fabric, fabric.world, node
         self.over = self.closed = False
         self.lost: list[SimPeer] = []
         self.pid = fabric.pid()
         before, self.world.owner = self.world.owner, self
         self.server = SimServer(self)
-        self.node = make(self) if make is not None else SimNode(fabric, self)
+        self.node = make(self) if make is not None else self._make_node()
         self.world.owner = before
         self._wakes = 0
         self.happens(lambda: None)
 
     @property
     def network(self) -> SimNetwork | None:
-        return self.node.network
+        network = self.node.context.network
+        assert network is None or isinstance(network, SimNetwork)
+        return network
+
+    def make_network(self, server: EventLoop, workers: Any, name: str, node: Any) -> SimNetwork:
+        return SimNetwork(self.fabric, self, workers, name, node)
+
+    def _make_node(self) -> Agent:
+        made = Agent(self.fabric.url, self.fabric.settings(self.number), self.server, self.make_network)
+        made.alarms.signal_reader.set_reading = lambda on: None
+        return made
 
     def happens(self, what: Callable[[], None], delay_s: float = 0.0) -> None:
         before, self.world.owner = self.world.owner, self
@@ -416,28 +432,6 @@ class SimConnection:
                 each.future.set_exception(AgentError("the agent ended before it answered"))
 
 
-class _Here(Agent):
-    """A node in the world."""
-
-    def __init__(self, fabric: Fabric, agent: AgentProcess, *more: Any) -> None:
-        self._sim, self.agent = fabric, agent
-        super().__init__(fabric.url, fabric.settings(agent.number), agent.server, *more)
-        self.alarms.signal_reader.set_reading = lambda on: None
-
-    def _open_network(self, name: str) -> PeerNetwork:
-        if self.network is None:
-            self.network = SimNetwork(self._sim, self.agent, self._workers, name, self)
-        return self.network
-
-
-class SimNode(_Here):
-    pass
-
-
-class SimLendingNode(_Here, MemoryNode):
-    pass
-
-
 class _Clock:
     def now_s(self) -> float:
         return time.monotonic()
@@ -447,7 +441,7 @@ class _Clock:
 
 
 class SimNetwork(PeerNetwork):
-    def __init__(self, fabric: Fabric, agent: AgentProcess, workers: Any, me: str, node: Agent) -> None:
+    def __init__(self, fabric: Fabric, agent: AgentProcess, workers: Any, me: str, node: Any) -> None:
         self._fabric, self.agent = fabric, agent
         super().__init__(agent.server, workers, me, node, _Clock())
         self.transport = SimTransport(fabric, me)

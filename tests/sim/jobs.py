@@ -167,7 +167,7 @@ class SimRank(FakeRank):
 
     def _is_late(self, word: ControlWord) -> None:
         self.notify(
-            "snapshot-missed", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"}
+            "snapshot-staged", {"attempt": word.attempt_number, "version": str(Version(word.step)), "why": "late"}
         )
 
     def hold(self, attempt: int) -> bool:

@@ -10,6 +10,7 @@ A schedule is one seed. CKPT_SIM_SCHEDULES: two hundred times how many; CKPT_TES
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent.adaptive.alarms import Alarms
+from ckpt.agent.node.agent import Agent
 from ckpt.agent.node.memory_node import MemoryNodeOptions
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
@@ -149,7 +151,8 @@ class Life:
     def _alarm(self) -> None:
         """By a proven source, of any node of a job, with whoever coordinates it."""
         for agent in self.fabric.agents.values():
-            agent.happens(lambda agent=agent: self._tell(agent.node.alarms))
+            if isinstance(agent.node, Agent):
+                agent.happens(functools.partial(self._tell, agent.node.alarms))
         self.world.at(self._quiet_s(), self._alarm)
 
     def _tell(self, alarms: Alarms) -> None:
@@ -400,7 +403,7 @@ def test_what_a_later_start_went_on_from_is_found_by_the_agent_whose_own_start_o
         def run() -> Counter[str]:
             started_by_the_other_node(life, "peer").die(0.1)
             first_led_by = life.fabric.agents[0]
-            world.run(lambda: bool(first_led_by.node._store.claims.refusal_reasons), LONG_S)
+            world.run(lambda: bool(first_led_by.node.context.store.claims.refusal_reasons), LONG_S)
             third = SimJob(life.fabric, (0, 1), life.key, life.options)
             third.start(1000, lambda rank: 0.5)
             world.run(lambda: third.trains, LONG_S)
@@ -424,34 +427,8 @@ def test_who_coordinates_a_job_that_goes_on_does_not_stand_still_for_who_would_c
             world.run(lambda: job.trains, LONG_S)
             node = life.fabric.agents[0].node
             with pytest.raises(AgentError, match="goes on"):
-                node._grant_inventory_lease("another", for_orphans=True)
-            assert not node.inventory_lease.is_held
-            job.die(0.1)
-            return Counter()
-
-        life.live(run)
-    del memory._STORES[life.url]
-
-
-def test_a_node_knows_of_a_commit_before_its_part_of_it_is_asked_for_and_until_it_is_over() -> None:
-    with living(0) as world:
-        life = Life(world, 0, replace(read_settings(), notices="off"))
-        life.nodes, life.refuses, life.lender = [0, 1], False, None
-
-        def run() -> Counter[str]:
-            job = SimJob(life.fabric, (0, 1), life.key, life.options)
-            job.start(1000, lambda rank: 1.0)
-            world.run(lambda: job.trains, LONG_S)
-            (there,), writing = life.fabric.agents[1].node.followed_jobs, life.fabric.agents[1].node._pending_writes
-            world.run(lambda: there.pending_commit is not None, LONG_S)
-            committed = there.pending_commit
-            assert committed is not None
-            assert not writing
-            world.run(lambda: bool(writing), LONG_S)
-            world.run(lambda: there.pending_commit != committed, LONG_S)
-            leads = life.fabric.agents[0].node.current_job
-            assert leads is not None
-            assert leads.scheduler.committed_version == committed.version
+                node.orphans.grant_lease("another", for_orphans=True)
+            assert not node.memory.inventory_lease.is_held
             job.die(0.1)
             return Counter()
 
@@ -485,14 +462,15 @@ def test_what_a_start_goes_on_from_is_shown_to_be_safe_once_it_has_its_copies_ag
 
             def is_shown() -> bool:
                 nonlocal copying
-                now, safe = node.current_job, node.status_view.account.newest_by_level.get("peer")
-                if now is not None and now.rereplication is not None and now.rereplication.is_copying:
+                now, safe = node.context.jobs.current, node.context.status_view.account.newest_by_level.get("peer")
+                copies = now.replication.rereplication if now is not None else None
+                if copies is not None and copies.is_copying:
                     assert safe is None, "they are on their way"
                     copying += 1
                 return copying > 0 and safe is not None
 
             world.run(is_shown, LONG_S)
-            assert node.status_view.account.newest_by_level["peer"][0].step == life.safe == job.restored_step
+            assert node.context.status_view.account.newest_by_level["peer"][0].step == life.safe == job.restored_step
             world.run(lambda: life._is_again(job), LONG_S)
             job.die(0.1)
             return Counter()

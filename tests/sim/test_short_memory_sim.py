@@ -101,9 +101,9 @@ class Short(Life):
         if not isinstance(agent, AgentProcess) or agent.number == LENDER:
             return 8 << 30
         node = agent.node
-        shares = [job.local_share for job in node._jobs()] + [each.local_share for each in node.followed_jobs]
-        used = sum(share.arena_bytes for share in shares) + node.replicas.allocated_bytes
-        used += node._workers.closing_bytes
+        shares = [share for _, share in node.context.jobs.shares()]
+        used = sum(share.arena_bytes for share in shares) + node.memory.replicas.allocated_bytes
+        used += node.context.workers.closing_bytes
         return max(0, int(self._room(agent.number)) - used)
 
     # -- what is owed
@@ -148,15 +148,17 @@ class Short(Life):
             return
         self.changed = False
         left = self._left(promise)
-        jobs = [agent.node.current_job for agent in self.fabric.agents.values()]
-        led = [job for job in jobs if job is not None and job.is_taken_over and job.epoch == promise.identity.epoch]
-        if any(job.scheduler.has_division and job.scheduler.slot_limit < 2 for job in led):
-            self.promise = None  # of a former agent, whose only slot the next snapshot takes
+        jobs = [agent.node.context.jobs.current for agent in self.fabric.agents.values()]
+        led = [each for each in jobs if each is not None and each.context.is_taken_over]
+        led = [each for each in led if each.epoch == promise.identity.epoch]
+        if any(job.scheduler.arenas.has_division and job.scheduler.arenas.slot_limit < 3 for job in led):
+            self.promise = None  # of a former agent, one of whose slots the next snapshot takes
             return
         if left < 0:
             return
         lost = self._lost(promise)
-        held = {node: agent.node._inventory(True) for node, agent in self.fabric.agents.items() if node not in lost}
+        left_agents = {node: agent for node, agent in self.fabric.agents.items() if node not in lost}
+        held = {node: agent.node.memory.inventory(True) for node, agent in left_agents.items()}
         for more in itertools.combinations(sorted(promise.agents.keys() - lost), left):
             every = Inventory()
             for node, inventory in held.items():
@@ -195,16 +197,16 @@ class Short(Life):
     def _squeeze(self, job: SimJob, seen: Counter[str]) -> None:
         """There comes to be room for two slots and the copies, and not for a third slot, and maybe no memory-only node
         is there any more. Later there is plenty again."""
-        led, began_s = self.fabric.agents[job.ranks[0].node].node.current_job, self.world.now_s
+        led, began_s = self.fabric.agents[job.ranks[0].node].node.context.jobs.current, self.world.now_s
         assert led is not None
-        assert led.replication_manager is not None
-        assert led.replication_manager.option is not None
-        assert led._division is not None
+        assert led.replication.manager is not None
+        assert led.replication.manager.option is not None
+        assert led.memory.division.newest is not None
         assert isinstance(led.ranks, AllShares)
         numbers = {agent.network.agent_name: number for number, agent in self.fabric.agents.items() if agent.network}
-        sizes = led.ranks.sum_by_node(dict(enumerate(led._division.arena_bytes)))
+        sizes = led.ranks.sum_by_node(dict(enumerate(led.memory.division.newest.arena_bytes)))
         each_lends = [PlacementNode(name, state_bytes=size, lend_bytes=1 << 40) for name, size in sizes.items()]
-        for load in place(each_lends, led.replication_manager.option).loads:
+        for load in place(each_lends, led.replication.manager.option).loads:
             self.rooms[numbers[load.node]] = TWO_SLOTS * load.own_bytes + load.keeps_all_bytes + RESERVE
         self.squeezed, self.plenty = True, False
         self.refuses = False
@@ -215,15 +217,15 @@ class Short(Life):
             patch.setattr(
                 "ckpt.agent.runtime.memory_plan.COMMIT_BYTES", SLOT // 16
             )  # it is little beside a large state
-            slots, stored = led.scheduler.slot_limit, self.told(job, "store")
+            slots, stored = led.scheduler.arenas.slot_limit, self.told(job, "store")
             self.wait(self.rng.uniform(0.0, 120.0))
             self.world.run(lambda: self.told(job, "store") > stored, LONG_S)
-            assert led.scheduler.slot_limit >= slots, "no slot goes as long as the layout stays"
-            seen["copies" if led.scheduler.is_placement_complete else "no copies"] += 1
+            assert led.scheduler.arenas.slot_limit >= slots, "no slot goes as long as the layout stays"
+            seen["copies" if led.scheduler.replicas.is_placement_complete else "no copies"] += 1
             self.plenty = True
             self.until_copies_are_made(job)
         seen["squeezed s"] = round(self.world.now_s - began_s)
-        seen[f"{led.scheduler.slot_limit} slots in the end"] += 1
+        seen[f"{led.scheduler.arenas.slot_limit} slots in the end"] += 1
 
     def until_copies_are_made(self, job: SimJob) -> None:
         """Of what is taken from now on."""
@@ -286,12 +288,14 @@ class Short(Life):
     def _why(self, job: SimJob) -> str:
         """It is not settled."""
         agents = [self.fabric.agents[node] for node in sorted({rank.node for rank in job.ranks})]
-        led = agents[0].node.current_job
-        if led is None or str(led.epoch) != job.ranks[0].epoch or not led.scheduler.is_placement_complete:
+        led = agents[0].node.context.jobs.current
+        if led is None or str(led.epoch) != job.ranks[0].epoch or not led.scheduler.replicas.is_placement_complete:
             return "no copies"
         for agent in agents:
-            old = {identity for identity in agent.node._inventory(True).world_sizes if identity.epoch != led.epoch}
-            if old or agent.node.former_jobs or len(agent.node.followed_jobs) > 1:
+            held = agent.node.memory.inventory(True).world_sizes
+            old = {identity for identity in held if identity.epoch != led.epoch}
+            jobs = agent.node.context.jobs
+            if old or jobs.former or len(jobs.followed) > 1:
                 return f"node {agent.number} has {sorted(map(str, old))}"
         return ""
 
@@ -369,8 +373,8 @@ def test_what_is_safe_stays_where_an_agent_is_started_again_and_nobody_has_room_
                 world.run(lambda: life.told(job, "local") > newest + 10, 60.0)
                 life.refuses = False
                 agents = [life.fabric.agents[node] for node in (1, 2)]
-                assert all(agent.node.replicas.identities for agent in agents)
-                world.run(lambda: not any(agent.node.replicas.bytes for agent in agents), 120.0)
+                assert all(agent.node.memory.replicas.identities for agent in agents)
+                world.run(lambda: not any(agent.node.memory.replicas.bytes for agent in agents), 120.0)
                 assert life.told(job, "store") > safe, "they have gone for something newer"
                 job.die(0.1)
                 return Counter()
@@ -441,10 +445,11 @@ def test_a_state_that_grows_leaves_no_memory_in_slots_that_it_has_no_more(dies: 
                     assert life.told(job, "peer") > 80, "each has copies"
                     assert [sorted(rank.slots) for rank in job.ranks] == [[0, 1]] * 2
                     node, other = (life.fabric.agents[number].node for number in (0, 1))
-                    assert node.current_job is not None
+                    led = node.context.jobs.current
+                    assert led is not None
                     assert [
-                        sorted(node.current_job.local_share.arenas),
-                        sorted(other.followed_jobs[0].local_share.arenas),
+                        sorted(led.local_share.arenas),
+                        sorted(other.context.jobs.followed[0].local_share.arenas),
                     ] == [[0, 1]] * 2
                     job.die(0.1)
                 return Counter()

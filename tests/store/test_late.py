@@ -13,7 +13,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from ckpt.agent.commit.store_client import JobOptions
+from ckpt.agent.commit.job_options import JobOptions
 from ckpt.agent.restore.sources import open_session
 from ckpt.checkpoint import Checkpoint
 from ckpt.clock import Clock

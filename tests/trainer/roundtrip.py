@@ -22,8 +22,9 @@ from ckpt.layout.staging import stage
 from ckpt.trainer.restore.fill import Filler
 from ckpt.trainer.restore.restore import make_plan as restore_plan
 from ckpt.trainer.restore.restore_plan import RestorePlan
-from ckpt.trainer.state.mesh_coordinate import find_coordinate
-from ckpt.trainer.state.state_walk import StateWalker, Walk, hash_walk
+from ckpt.trainer.state.mesh_coordinate import Axis, Coordinate, find_coordinate
+from ckpt.trainer.state.state_walk import StateWalker, Walk
+from ckpt.trainer.state.tensor_hashes import hash_replicas
 
 FRAME_BYTES = 4096
 
@@ -89,7 +90,13 @@ def save_rank(walker: StateWalker, rank: int = 0, world: int = 1) -> RankSave:
         data[offset : offset + length] = box[start : start + length]
     shared, own = walker.values(walk)
     declaration = Declaration(rank, world, walker.coordinate.text, "0" * 16, walk.layout, staging)
-    return RankSave(declaration, hash_walk(walk), bytes(data), values.encode(shared), values.encode(own))
+    return RankSave(
+        declaration,
+        hash_replicas(walk.tensors, walk.may_have_replicas),
+        bytes(data),
+        values.encode(shared),
+        values.encode(own),
+    )
 
 
 def assemble_ranks(ranks: list[RankSave], differed: Collection[str] = ()) -> Checkpoint:
@@ -168,3 +175,30 @@ def assert_same_state(one: dict[str, Any], two: dict[str, Any]) -> None:
         assert x == y, (x and x[0], y and y[0])
     assert walk_a.layout.entries
     assert values.encode(a.values(walk_a)[0]) == values.encode(b.values(walk_b)[0])
+
+
+def on(mesh: dict[str, int], index: int) -> Coordinate:
+    axes = []
+    for name, size in reversed(mesh.items()):
+        axes.append(Axis(name, index % size, size))
+        index //= size
+    return Coordinate(tuple(reversed(axes)))
+
+
+def save_on(mesh: dict[str, int], states: list[dict[str, Any]]) -> Checkpoint:
+    walkers = [StateWalker(state, on(mesh, rank), False) for rank, state in enumerate(states)]
+    return assemble_ranks([save_rank(w, rank, len(states)) for rank, w in enumerate(walkers)])
+
+
+def planned(
+    state: dict[str, Any], checkpoint: Checkpoint, mesh: dict[str, int], rank: int = 0, strict: bool = True
+) -> RestorePlan:
+    return plan(StateWalker(state, on(mesh, rank), False), checkpoint, strict)
+
+
+def restored(state: dict[str, Any], checkpoint: Checkpoint, mesh: dict[str, int], rank: int = 0) -> dict[str, Any]:
+    targets = planned(state, checkpoint, mesh, rank)
+    assert not targets.mismatch, str(targets.mismatch)
+    fill(targets, checkpoint)
+    targets.install()
+    return state

@@ -18,7 +18,8 @@ from ckpt.layout.layout import Entry, Layout, Share, Staging
 from ckpt.layout.staging import stage
 from ckpt.threads import Tasks
 from ckpt.trainer.snapshot.cpu_copier import Copier, CpuCopier, Ticket
-from ckpt.trainer.snapshot.snapshot import Snapshot, Snapshotter
+from ckpt.trainer.snapshot.pending_copy import Snapshot
+from ckpt.trainer.snapshot.snapshot import Snapshotter
 from ckpt.trainer.state.pieces import CopyPiece, split_piece
 from ckpt.types import Box
 
@@ -125,7 +126,7 @@ def one_thread() -> Iterator[None]:
 
 
 def raw(tensor: Tensor) -> bytes:
-    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class TearingCopier(CpuCopier):

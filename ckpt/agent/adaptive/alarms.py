@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.preemption.notice_relay import StandingNotice, node_key
 from ckpt.agent.preemption.preemption import NOTICES_MAX
 from ckpt.agent.runtime.event_loop import EventLoop
-from ckpt.agent.state.job_facts import REJOIN_S
-from ckpt.agent.state.rank_presence import Presence
+from ckpt.agent.state.rank_presence import REJOIN_S, Presence
 from ckpt.errors import AgentError
 from ckpt.events import Events
-from ckpt.policy.known import PRIORS_ONLY
 from ckpt.predict.outcomes import Outcomes
 from ckpt.predict.scoring import WINDOW_S, Score
 from ckpt.predict.signal_reader import SignalReader
@@ -95,7 +93,7 @@ class Alarms:
             return now_s + ERROR_PAUSE_S
 
     def _update(self, job: Job | None, followed_jobs: Sequence[FollowerJob], now_s: float) -> float | None:
-        trains = job is not None and job.claim is not None and not job.internal_error and not _is_over(job)
+        trains = job is not None and job.claim is not None and not job.context.internal_error and not _is_over(job)
         self._track_jobs(job if trains else None, followed_jobs, now_s)
         if self._job is not None:
             self._detect_failure(self._job, now_s, over=False)
@@ -123,7 +121,7 @@ class Alarms:
         if self._job is not None:
             self._record_alarms(self._job, OWN_NODE, sources, raised)
         elif self._followed_job is not None:
-            body = {"t": "signals", "sources": list(sources), "alarms": [list(each) for each in raised]}
+            body = {"t": "node-report", "sources": list(sources), "alarms": [list(each) for each in raised]}
             self._followed_job.tell_coordinator(body)
 
     def _track_jobs(self, job: Job | None, followed_jobs: Sequence[FollowerJob], now_s: float) -> None:
@@ -161,7 +159,7 @@ class Alarms:
                 "precision": score.precision,
                 "recall": score.recall,
             }
-            job.emit(
+            job.context.emit(
                 "prediction", f"{source}: {where} may fail within 10 minutes{said}: {what}", score.is_proven, facts
             )
 
@@ -189,50 +187,50 @@ class Alarms:
                 None,
             )
         ends = any(m.presence is Presence.LEFT and not m.has_failed and m.disconnected_s is None for m in members)
-        if ends or job.scheduler.is_warned(now_s):
+        if ends or job.scheduler.preemption.is_warned(now_s):
             self._failed_epoch = job.epoch  # the job was leaving or at its end: that is no failure
             return None
         return now_s, job.ranks.node_of(bad.rank)
 
     def _count_failure(self, job: Job, node: str, at_s: float) -> None:
         # Seconds from an alarm until the state is replicated, or stored.
-        group, known = job.scheduler, job.cost_model.measurements if job.cost_model is not None else PRIORS_ONLY
-        needed_s = group.expected_save_s(known.replication.mean if group.is_placement_complete else None)
+        group, known = job.scheduler, job.cost_model.measurements
+        needed_s = group.facts.save_estimate.expected_save_s(
+            known.replication.mean if group.replicas.is_placement_complete else None
+        )
         self.outcomes.record_failure(node, at_s, needed_s)
         if node == OWN_NODE:
             self.signal_reader.record_failure(at_s)
         else:
-            job.share_of(node).notify({"t": "node-failed"})
+            job.share_of(node).notify({"t": "node-lost", "name": node})
 
     def _update_notices(self, job: Job, proven: Mapping[str, Score], now_s: float) -> None:
         """Gives the job a notice for each standing alarm of a proven source, and takes back the notices of others."""
-        notices = job.scheduler.notices
+        notices = job.scheduler.preemption.notices
         stands = {
             (NOTICE_SOURCE, node_key(source, node)): (node, since_s)
             for (node, source), since_s in self.outcomes.standing_alarms().items()
             if source in proven
         }
         for name in [name for name in notices if name[0] == NOTICE_SOURCE and name not in stands]:
-            job.scheduler.withdraw_notice(*name)
+            job.scheduler.preemption.withdraw_notice(*name)
         for name, (node, since_s) in stands.items():
             if name not in notices and len(notices) < NOTICES_MAX:
                 told = StandingNotice(*name, since_s + WINDOW_S, now_s, certain=False, nodes=frozenset({node}))
-                job.scheduler.add_notice(told)
+                job.scheduler.preemption.add_notice(told)
 
     def _update_intervals(self, job: Job, proven: Mapping[str, Score]) -> None:
         """Chooses the save intervals by the proven source that predicts most failures."""
         learning = job.cost_model
-        if learning is None:
-            return
         best = max(proven.values(), key=lambda score: score.recall, default=None)
         used = (best.recall, best.precision) if best is not None else (0.0, 1.0)
         if used != (learning.measurements.recall, learning.measurements.precision):
             learning.measurements = learning.measurements.with_predictor(*used)
-            job.apply_cost_model()
+            job.policy.apply()
 
 
 def _is_over(job: Job) -> bool:
-    return job.scheduler.all_gone or bool(job.scheduler.superseded_by)
+    return job.scheduler.facts.all_gone or bool(job.scheduler.facts.superseded_by)
 
 
 def _disconnected_nodes(job: Job) -> dict[str, float]:

@@ -58,9 +58,9 @@ class LearntHistory:
         former = self.newest_job if self.newest_job is not None and self.newest_job.epoch >= parent else None
         # Without a listing it is unknown whether the parent was closed in order: then no failure is counted.
         closed = view.closed_epochs if view is not None else {parent}
-        if former is not None and former.cost_model is not None:
+        if former is not None:
             self._inherit_from_job(learning, former, former.cost_model, record is not None, nodes)
-        elif former is None and record is not None and ABOUT in record.about:
+        elif record is not None and ABOUT in record.about:
             self._report_refused(self._inherit_entry(learning, record.about[ABOUT]))
             if parent not in closed:
                 claims = view.claims if view is not None else ()
@@ -77,11 +77,11 @@ class LearntHistory:
         gone_s = now_s if former.trainers_gone_s is None else former.trainers_gone_s
         learnt.record_run_time(gone_s)
         learning.merge_measurements(learnt.measurements)
-        if former.ended_cleanly:
+        if former.context.ended_cleanly:
             return
         lost = {node.name for node in former.nodes} - {node.name for node in nodes}
         learning.record_failure(
-            classify_failure(len(lost), learnt.has_replicas, from_store, former.scheduler.is_warned(gone_s))
+            classify_failure(len(lost), learnt.has_replicas, from_store, former.scheduler.preemption.is_warned(gone_s))
         )
         near: Literal["local", "peer"] = "peer" if lost else "local"
         learning.record_recovery("store" if from_store else near, now_s - gone_s)
@@ -91,22 +91,20 @@ class LearntHistory:
         once all the same. If the store does not answer, the job uses only what it learns itself."""
         if job is not None and job.claim is not None:
             self.newest_job = job
-        if job is None or job.cost_model is None or job.epoch == self._loaded_epoch:
+        if job is None or job.epoch == self._loaded_epoch:
             return
         goes_on = job.nodes and job.claim is not None and job.claim.parent is not None
-        if not job.is_taken_over and not goes_on and job.cost_model.pending_failure is None:
+        if not job.context.is_taken_over and not goes_on and job.cost_model.pending_failure is None:
             return
         self._loaded_epoch = job.epoch
         self._workers.run(Lane.STORE, lambda: read_learnt(self._store), lambda done: self._on_records_read(job, done))
 
     def _on_records_read(self, job: Job, done: Future[list[Any]]) -> None:
         refused, learning = failure(done), job.cost_model
-        if learning is None:
-            return
         for value in [] if refused else done.result():
             refused = self._inherit_entry(learning, value) or refused
         learning.count_pending_failure()
-        job.apply_cost_model()
+        job.policy.apply()
         self._report_refused(refused)
 
     def _inherit_entry(self, learning: CostModel, value: object) -> str:

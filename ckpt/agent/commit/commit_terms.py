@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from ckpt.agent.commit.store_client import options_from
+from ckpt.agent.commit.job_options import options_from
 from ckpt.agent.snapshots.inventory import ancestor_fields, parse_claim
 from ckpt.ipc.bounded_msgpack import unpack_bounded
 from ckpt.types import CodecOption, Epoch

@@ -30,7 +30,7 @@ from ckpt.errors import AgentError
 from ckpt.ipc.arena import Arena
 
 if TYPE_CHECKING:
-    from ckpt.agent.commit.store_client import JobOptions
+    from ckpt.agent.commit.job_options import JobOptions
     from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
     from ckpt.store.packs import Indices, Written
 

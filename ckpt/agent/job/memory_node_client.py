@@ -2,19 +2,19 @@
 lends.
 
 Nodes are configured by address; their names come with their answers. An unreachable node delays a start by at most
-PATIENCE_S and fails no training. It is called again as long as the job runs. Main thread only.
+ANSWER_TIMEOUT_S and fails no training. It is called again as long as the job runs. Main thread only.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.replication.replication_manager import LentMemory
-from ckpt.errors import UsageError
+from ckpt.errors import AgentError, UsageError
 from ckpt.events import Event
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
@@ -23,8 +23,6 @@ from ckpt.storage.names import redact_url
 
 if TYPE_CHECKING:
     from ckpt.agent.net.peer_network import PeerNetwork
-
-log = logging.getLogger("ckpt")
 
 # How long a start waits for one node: as long as a node takes to see that its former coordinator is gone.
 ANSWER_TIMEOUT_S = 30.0
@@ -45,6 +43,23 @@ def parse_addresses(given: Any) -> tuple[Address, ...]:
     return tuple(dict.fromkeys(Address.parse(str(each)) for each in given))
 
 
+@dataclass(slots=True)
+class _Node:
+    """What is known of the node at `address`. `lent`: what it lends; None: it is not reachable. `error`: why it was
+    of no use at the last call; None: it was of use, or was not called. `cut`: set while it was cut off just now, and
+    may still be alive."""
+
+    address: Address
+    lent: LentMemory | None = None
+    error: str | None = None
+    cut: object | None = None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it may be alive without being reachable."""
+        return self.cut is not None or (self.lent is None and self.error is None)
+
+
 class MemoryNodeClients:
     """All memory-only nodes of the newest job. `tell`: receives events. `changed`: called when the set of reachable
     nodes, or what one lends, has changed."""
@@ -57,18 +72,15 @@ class MemoryNodeClients:
         tell: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
-        self._url = url
-        self._network = network
-        self._call_later = later
-        self._emit_event = tell
-        self._on_change = changed
-        self.addresses: tuple[Address, ...] = ()  # of the newest job
-        self._reachable_by_address: dict[Address, LentMemory] = {}
-        self._errors_by_address: dict[Address, str] = {}  # the error of each unreachable node
-        # Those of the unreachable nodes that were cut off just now, and may still be alive.
-        self._recently_lost: dict[Address, object] = {}
+        self._url, self._network, self._call_later = url, network, later
+        self._emit_event, self._on_change = tell, changed
+        self._nodes: dict[Address, _Node] = {}  # of the newest job
         self._terms: CommitTerms | None = None  # of the job under way, once it has begun
         self._call_round = 0  # the number of the newest round of calls; older rounds stop
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        return tuple(self._nodes)
 
     @property
     def is_borrowing(self) -> bool:
@@ -78,16 +90,12 @@ class MemoryNodeClients:
     @property
     def has_pending_nodes(self) -> bool:
         """True while it is unknown whether some node is reachable: it has not answered yet, or was cut off just now."""
-        known = {*self._reachable_by_address, *self._errors_by_address} - self._recently_lost.keys()
-        return self.is_borrowing and any(address not in known for address in self.addresses)
+        return self.is_borrowing and any(node.is_unknown for node in self._nodes.values())
 
     def reachable_nodes(self) -> tuple[LentMemory, ...]:
         """The reachable nodes, in a fixed order; a node with several addresses appears once."""
-        by_name = {
-            self._reachable_by_address[address].node.name: self._reachable_by_address[address]
-            for address in sorted(self._reachable_by_address)
-        }
-        return tuple(by_name.values())
+        found = [lent for address in sorted(self._nodes) if (lent := self._nodes[address].lent) is not None]
+        return tuple({lent.node.name: lent for lent in found}.values())
 
     def nodes(self) -> list[NodeAt]:
         return [each.node for each in self.reachable_nodes()]
@@ -95,28 +103,28 @@ class MemoryNodeClients:
     def table(self) -> list[dict[str, Any]]:
         """One row per address, for people."""
         found = []
-        for address in self.addresses:
-            lent = self._reachable_by_address.get(address)
+        for address, node in self._nodes.items():
             about: dict[str, Any] = {}
-            if lent is not None:
+            if (lent := node.lent) is not None:
                 about = {"name": lent.node.name, "lends_bytes": lent.lend_bytes, "domains": list(lent.node.domains)}
-            found.append({"address": str(address), **about, "error": self._errors_by_address.get(address, "") or None})
+            found.append({"address": str(address), **about, "error": node.error})
         return found
+
+    def _set_addresses(self, wanted: Sequence[Address]) -> None:
+        self._nodes = {address: self._nodes.get(address) or _Node(address) for address in wanted}
 
     def survey_nodes(self, wanted: Sequence[Address], launch: str, take_over: bool, then: Callable[..., None]) -> None:
         """Asks each node, for a start, what it holds. Calls `then(address, answer, error)` once for each address,
-        within PATIENCE_S."""
+        within ANSWER_TIMEOUT_S."""
         self.stop_borrowing()
-        self.addresses = tuple(wanted)
-        self._reachable_by_address = {
-            each: lent for each, lent in self._reachable_by_address.items() if each in self.addresses
-        }
-        for address in self.addresses:
-            self._survey_node(address, {"t": "start", "launch": launch, "take_over": take_over, "url": self._url}, then)
+        self._set_addresses(wanted)
+        fields = {"t": "survey", "launch": launch, "take_over": take_over, "url": self._url}
+        for node in self._nodes.values():
+            self._survey_node(node, fields, then)
 
     def begin_borrowing(self, terms: CommitTerms, wanted: Sequence[Address]) -> None:
-        """The job has begun an epoch, or its coordinator is back: calls the nodes again and again until `end`."""
-        self.addresses = tuple(wanted)
+        """The job has begun an epoch, or its coordinator is back: calls the nodes until `stop_borrowing`."""
+        self._set_addresses(wanted)
         self._terms = terms
         self._call_round += 1
         self._call_nodes(self._call_round)
@@ -129,33 +137,68 @@ class MemoryNodeClients:
     def broadcast_hint(self, fields: dict[str, Any]) -> None:
         """Sends a hint to each reachable node; it may be lost."""
         network = self._network()
-        for lent in self.reachable_nodes():
+        for node in self.nodes():
             if network is not None:
-                network.notify(lent.node.name, fields)
+                network.notify(node.name, fields)
 
     def on_disconnect(self, name: str) -> bool:
         """The connection to that agent is gone. Returns True if the agent was one of the memory-only nodes."""
         network = self._network()
         if network is not None and network.channel(name) is not None:
             return False  # a new connection exists
-        found = [address for address, lent in self._reachable_by_address.items() if lent.node.name == name]
-        for address in found:
-            self._mark_disconnected(address, "the connection has ended")
+        found = [each for each in self._nodes.values() if each.lent is not None and each.lent.node.name == name]
+        for node in found:
+            self._mark_disconnected(node, "the connection has ended")
         return bool(found)
-
-    def _mark_disconnected(self, address: Address, why: str) -> None:
-        """Marks a node as disconnected; it may still be alive."""
-        self._mark_unreachable(address, why)
-        self._recently_lost[address] = token = object()
-        self._call_later(ANSWER_TIMEOUT_S, functools.partial(self._forget_lost_node, address, token))
-
-    def _forget_lost_node(self, address: Address, cut: object) -> None:
-        if self._recently_lost.get(address) is cut:
-            del self._recently_lost[address]
 
     # -- inside
 
-    def _ask_node(self, address: Address, fields: dict[str, Any], then: Answered, blobs: Sequence[bytes] = ()) -> None:
+    def _mark_disconnected(self, node: _Node, why: str) -> None:
+        """Marks a node as disconnected; it may still be alive."""
+        self._mark_unreachable(node, why)
+        node.cut = cut = object()
+
+        def forget() -> None:
+            if node.cut is cut:
+                node.cut = None
+
+        self._call_later(ANSWER_TIMEOUT_S, forget)
+
+    def _mark_unreachable(self, node: _Node, why: str) -> None:
+        is_news = node.lent is not None or node.error is None
+        node.lent, node.error = None, why
+        if is_news:
+            text = (
+                f"the memory-only node at {node.address} cannot be used ({why}): training goes on without it, and it "
+                f"is called again. There, `ckpt agent {redact_url(self._url)} --listen {node.address} --memory SIZE` "
+                "has to run, for this job alone and with the same CKPT_SECRET_FILE, and this node has to reach it"
+            )
+            self._emit_event(Event("memory_node.unreachable", text, True, {"address": str(node.address)}))
+            self._on_change()
+
+    def _record_answer(self, node: _Node, answer: Message | None, error: str) -> str:
+        """Records what the node lends, by its answer; returns the error if it lends nothing, else ""."""
+        if answer is None:
+            return error
+        try:
+            lent = _parse_lent_memory(node.address, answer.fields)
+        except AgentError as exc:
+            return str(exc)
+        before, error_before = node.lent, node.error
+        node.lent, node.error, node.cut = lent, None, None
+        if before is None or before.node != lent.node:
+            text = f"the memory-only node at {node.address} lends {lent.lend_bytes >> 20:,} MiB"
+            about = {"address": str(node.address), "lends_bytes": lent.lend_bytes}
+            self._emit_event(Event("memory_node.joined", text, error_before is not None, about))
+        if before != lent:
+            self._on_change()
+        return ""
+
+    def _is_connected(self, node: _Node) -> bool:
+        network = self._network()
+        return node.lent is not None and network is not None and network.channel(node.lent.node.name) is not None
+
+    def _ask_node(self, node: _Node, fields: dict[str, Any], then: Answered, blobs: Sequence[bytes] = ()) -> None:
         """Asks one node. `then` receives the answer or an error, and True if a connection existed."""
         network = self._network()
         if network is None:
@@ -168,46 +211,39 @@ class MemoryNodeClients:
             else:
                 network.request(name, fields, blobs, lambda answer, why: then(answer, why, True))
 
-        known = self._reachable_by_address.get(address)
-        if known is not None and network.channel(known.node.name) is not None:
-            found(known.node.name, "")
+        if node.lent is not None and self._is_connected(node):
+            found(node.lent.node.name, "")
         else:
-            network.connect_to_address(address, found)
+            network.connect_to_address(node.address, found)
 
-    def _survey_node(self, address: Address, fields: dict[str, Any], then: Callable[..., None]) -> None:
-        over = False
+    def _survey_node(self, node: _Node, fields: dict[str, Any], then: Callable[..., None]) -> None:
+        is_over = False
 
         def end(answer: Message | None, error: str) -> None:
-            nonlocal over
-            if not over:
-                over = True
-                then(address, answer, error)
+            nonlocal is_over
+            if is_over:
+                return
+            is_over = True
+            if error:
+                self._mark_unreachable(node, error)
+            then(node.address, None if error else answer, error)
 
         def ask() -> None:
-            if not over:
-                self._ask_node(address, fields, answered)
+            if not is_over:
+                self._ask_node(node, fields, answered)
 
         def answered(answer: Message | None, error: str, was_there: bool) -> None:
-            if over:
+            if is_over:
                 return
-            busy = self._busy_reason(answer)
-            if busy:
-                self._errors_by_address[address] = busy
+            error = self._record_answer(node, answer, error)
+            if answer is not None and answer.fields.get("busy"):
+                node.error = error
                 self._call_later(BUSY_S, ask)
-                return
-            if answer is not None:
-                error = self._record_lent_memory(address, answer)
-            if error:
-                self._mark_unreachable(address, error)
-            end(None if error else answer, error)
+            else:
+                end(answer, error)
 
-        def late() -> None:
-            if not over:
-                why = self._errors_by_address.get(address) or f"it has not answered within {ANSWER_TIMEOUT_S:g} s"
-                self._mark_unreachable(address, why)
-                end(None, why)
-
-        self._call_later(ANSWER_TIMEOUT_S, late)
+        late = f"it has not answered within {ANSWER_TIMEOUT_S:g} s"
+        self._call_later(ANSWER_TIMEOUT_S, lambda: end(None, node.error or late))
         ask()
 
     def _call_nodes(self, number: int) -> None:
@@ -216,79 +252,39 @@ class MemoryNodeClients:
         terms = self._terms
         if terms is None or number != self._call_round:
             return
-        for address in self.addresses:
-            self._ask_node(
-                address,
-                {"t": "borrow-memory", "url": self._url},
-                self._make_borrow_callback(address, number),
-                [terms.encode()],
-            )
+        for node in self._nodes.values():
+            then = functools.partial(self._on_called, number, node)
+            self._ask_node(node, {"t": "borrow-memory", "url": self._url}, then, [terms.encode()])
         self._call_later(CALL_S, lambda: self._call_nodes(number))
 
-    def _make_borrow_callback(self, address: Address, number: int) -> Answered:
-        def answered(answer: Message | None, error: str, was_there: bool) -> None:
-            if number != self._call_round:
-                return
-            if not was_there:
-                self._recently_lost.pop(address, None)
-            elif answer is None and self._is_disconnected(address):
-                # `on_disconnect` is called next, and handles the lost replicas.
-                return
-            error = self._busy_reason(answer) or error
-            if not error and answer is not None:
-                error = self._record_lent_memory(address, answer)
-            if error and answer is None and was_there and address not in self._errors_by_address:
-                self._mark_disconnected(address, error)
-            elif error:
-                self._mark_unreachable(address, error)
+    def _on_called(self, number: int, node: _Node, answer: Message | None, error: str, was_there: bool) -> None:
+        """`was_there`: a connection existed."""
+        if number != self._call_round:
+            return
+        if not was_there:
+            node.cut = None
+        elif answer is None and node.lent is not None and not self._is_connected(node):
+            return  # `on_disconnect` is called next, and handles the lost replicas
+        error = self._record_answer(node, answer, error)
+        if error and answer is None and was_there and node.error is None:
+            self._mark_disconnected(node, error)
+        elif error:
+            self._mark_unreachable(node, error)
 
-        return answered
 
-    def _is_disconnected(self, address: Address) -> bool:
-        lent, network = self._reachable_by_address.get(address), self._network()
-        return lent is not None and network is not None and network.channel(lent.node.name) is None
-
-    def _busy_reason(self, answer: Message | None) -> str:
-        launch = answer.fields.get("busy") if answer is not None else None
-        return f"it lends to launch {launch!r:.200}, whose coordinator is connected" if launch else ""
-
-    def _record_lent_memory(self, address: Address, answer: Message) -> str:
-        """Records what the node lends; returns the error if it lends nothing, else ""."""
-        try:
-            lends = answer.fields.get("lent_bytes")
-            if type(lends) is not int or lends < 0:
-                return "the agent there lends no memory; it is that of a job's node"
-            name = str(answer.fields["name"])[:100]
-            domains = limit_domains([str(each) for each in list(answer.fields["domains"]) if each])
-            if not name or "\0" in "".join((name, *domains)):
-                return "it has answered a name or a domain that is none"
-            link = max(0, int(answer.fields["link_bytes_s"]))
-            lent = LentMemory(NodeAt(name, (address,), (), domains, link), lends)
-        except (LookupError, TypeError, ValueError) as exc:
-            return f"it has answered what cannot be read: {exc!r:.200}"
-        before = self._reachable_by_address.get(address)
-        self._reachable_by_address[address] = lent
-        self._recently_lost.pop(address, None)
-        if before is None or before.node != lent.node:
-            known = self._errors_by_address.pop(address, None)
-            text = f"the memory-only node at {address} lends {lends >> 20:,} MiB"
-            about = {"address": str(address), "lends_bytes": lends}
-            self._emit_event(Event("memory_node.joined", text, known is not None, about))
-        if before != lent:
-            self._on_change()
-        return ""
-
-    def _mark_unreachable(self, address: Address, why: str) -> None:
-        was = self._reachable_by_address.pop(address, None)
-        if was is not None or not self._errors_by_address.get(address):
-            text = (
-                f"the memory-only node at {address} cannot be used ({why}): training goes on without it, and it is "
-                f"called again. There, `ckpt agent {redact_url(self._url)} --listen {address} --memory SIZE` has to "
-                "run, "
-                "for this job alone and with the same CKPT_SECRET_FILE, and this node has to reach it"
-            )
-            self._emit_event(Event("memory_node.unreachable", text, True, {"address": str(address)}))
-        news = was is not None or address not in self._errors_by_address
-        self._errors_by_address[address] = why
-        if news:
-            self._on_change()
+def _parse_lent_memory(address: Address, fields: dict[str, Any]) -> LentMemory:
+    """What the node lends, as it has answered. Errors: AgentError if it lends nothing."""
+    if fields.get("busy"):
+        raise AgentError(f"it lends to launch {fields['busy']!r:.200}, whose coordinator is connected")
+    try:
+        lends = fields.get("lent_bytes")
+        if type(lends) is not int or lends < 0:
+            raise AgentError("the agent there lends no memory; it is that of a job's node")
+        name = str(fields["name"])[:100]
+        domains = limit_domains([str(each) for each in list(fields["domains"]) if each])
+        if not name or "\0" in "".join((name, *domains)):
+            raise AgentError("it has answered a name or a domain that is none")
+        link = max(0, int(fields["link_bytes_s"]))
+    except (LookupError, TypeError, ValueError) as exc:
+        raise AgentError(f"it has answered what cannot be read: {exc!r:.200}") from exc
+    return LentMemory(NodeAt(name, (address,), (), domains, link), lends)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from ckpt.agent.net import handshake
 from ckpt.agent.net.handshake import Answerer, Dialler, NotAuthentic, Session
 from ckpt.agent.runtime.connections import Loop, ServerSocket, create_server
+from ckpt.agent.runtime.coroutines import Cancelled, Promise, spawn
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError
 from ckpt.ipc.addresses import Address, SocketAddress, resolve, tune
@@ -46,74 +47,69 @@ class PendingHandshake:
     ) -> None:
         self._loop, self._sock, self._handshake, self._peer_text = loop, sock, exchange, to
         self._on_done, self._on_error = done, failed
-        self._buffer = bytearray(handshake.HEADER_BYTES)
-        self._received_bytes = 0
-        self._is_open = True
         self._is_connecting = isinstance(exchange, Dialler)
-        loop.watch(sock, selectors.EVENT_WRITE if self._is_connecting else selectors.EVENT_READ, self._on_ready)
+        self._running = spawn(self._run())
 
     def cancel(self) -> None:
-        if self._is_open:
-            self._stop_watching()
-            self._sock.close()
-
-    def _fail(self, error: AgentError) -> None:
-        if self._is_open:
-            self.cancel()
-            self._on_error(error)
-
-    def _stop_watching(self) -> None:
-        self._is_open = False
-        self._loop.unwatch(self._sock)
+        self._running.cancel()
 
     def time_out(self) -> None:
         """Fails the handshake, unless it has ended."""
-        what = "could not be reached" if self._is_connecting else "did not greet"
-        self._fail(AgentError(f"{self._peer_text} {what} in time"))
+        if not self._running.is_settled:
+            self.cancel()
+            what = "could not be reached" if self._is_connecting else "did not greet"
+            self._on_error(AgentError(f"{self._peer_text} {what} in time"))
 
-    def _on_ready(self, events: int) -> None:
-        if not self._is_open:
-            return
+    # -- inside
+
+    async def _run(self) -> None:
         try:
-            self._step()
-        except BlockingIOError:
-            return
-        except NotAuthentic as exc:
-            with contextlib.suppress(OSError):
-                self._sock.send(exc.answer)
-            self._fail(exc)
-        except (OSError, EOFError) as exc:
-            self._fail(AgentError(f"{self._peer_text}: {exc}"))
+            session = await self._greet()
+        except BaseException as exc:
+            if isinstance(exc, NotAuthentic):
+                with contextlib.suppress(OSError):
+                    self._sock.send(exc.answer)
+            self._loop.unwatch(self._sock)
+            self._sock.close()
+            if isinstance(exc, Cancelled | GeneratorExit):
+                raise
+            self._on_error(exc if isinstance(exc, AgentError) else AgentError(f"{self._peer_text}: {exc}"))
+        else:
+            self._loop.unwatch(self._sock)
+            self._on_done(self._sock, session)
 
-    def _step(self) -> None:
-        if self._is_connecting:
+    async def _greet(self) -> Session:
+        """Errors: OSError, EOFError, NotAuthentic."""
+        await self._wait_for(selectors.EVENT_WRITE if self._is_connecting else selectors.EVENT_READ)
+        if isinstance(self._handshake, Dialler):
             code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))
             self._is_connecting = False
-            self._loop.watch(self._sock, selectors.EVENT_READ, self._on_ready)
-            assert isinstance(self._handshake, Dialler)
             self._send(self._handshake.hello)
-            return
-        while True:
-            got = self._sock.recv_into(memoryview(self._buffer)[self._received_bytes :])
+        while self._handshake.session is None:
+            header = await self._receive(handshake.HEADER_BYTES)
+            body = await self._receive(handshake.body_bytes(header))
+            self._send(self._handshake.step(header + body))
+        return self._handshake.session
+
+    async def _receive(self, count: int) -> bytes:
+        received = b""
+        while len(received) < count:
+            try:
+                got = self._sock.recv(count - len(received))
+            except BlockingIOError:
+                await self._wait_for(selectors.EVENT_READ)
+                continue
             if not got:
                 raise EOFError("closed the connection in the middle of the handshake: is the secret the same?")
-            self._received_bytes += got
-            if self._received_bytes < len(self._buffer):
-                continue
-            # Every message has a body, so this length means that only the header is here.
-            if self._received_bytes == handshake.HEADER_BYTES:
-                self._buffer.extend(bytes(handshake.body_bytes(self._buffer)))
-                if self._received_bytes < len(self._buffer):
-                    continue
-            self._send(self._handshake.step(bytes(self._buffer)))
-            self._buffer, self._received_bytes = bytearray(handshake.HEADER_BYTES), 0
-            session = self._handshake.session
-            if session is not None:
-                self._stop_watching()
-                self._on_done(self._sock, session)
-                return
+            received += got
+        return received
+
+    async def _wait_for(self, events: int) -> None:
+        ready = Promise[None]()
+        self._loop.watch(self._sock, events, lambda _: ready.set_result(None))
+        await ready
 
     def _send(self, message: bytes) -> None:
         """Sends a handshake message. It has a few hundred bytes and the socket's buffer is empty, so a short send is an

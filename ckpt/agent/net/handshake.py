@@ -10,7 +10,7 @@ The handshake has four messages. Each begins with magic, kind, protocol version 
 The keys are HKDF-SHA256 (RFC 5869) of the run's secret. The salt is both nonces. The info is a label and the hash of
 HELLO and CHALLENGE. So versions, role and run are part of every key. There are four keys: one per proof, and one per
 direction for the records. A peer without a valid proof learns a nonce and a version number, but no name. The keys do
-not depend on an epoch, because a connection outlives starts. A message about an epoch names the epoch (permissions).
+not depend on an epoch, because a connection outlives starts. A message about an epoch names the epoch.
 
 After the handshake each message is a *record*: length, kind, sequence number, payload, MAC. The MAC is HMAC-SHA256 cut
 to 16 bytes (as in RFC 4868), under the key of its direction. A record that is changed, repeated, left out, reordered,

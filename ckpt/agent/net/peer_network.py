@@ -11,7 +11,6 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import psutil
@@ -22,6 +21,7 @@ from ckpt.agent.net.handshake import Answerer, Dialler, Role, Session
 from ckpt.agent.net.progress import ANSWER_TIMEOUT_S, CHECK_INTERVAL_S, PeerRequest, Progress, Then
 from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.runtime.connections import Loop
+from ckpt.agent.runtime.coroutines import Promise, Task, run_on, start
 from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError, UsageError
@@ -76,7 +76,7 @@ class PeerNetwork:
         self._incoming_channels: dict[Channel, None] = {}
         # By peer, channels that this agent dialled within the last SIMULTANEOUS_DIAL_S.
         self._recent_dials: dict[str, Channel] = {}
-        self._pending_dials: dict[str | Address, _PendingDial] = {}  # by name, or by address if that is unknown
+        self._pending_dials: dict[str | Address, Task[str]] = {}  # by name, or by address if that is unknown
         self._requests_by_id: dict[int, PeerRequest] = {}
         self._is_check_scheduled = False
         self._numbers = itertools.count(1)
@@ -168,7 +168,7 @@ class PeerNetwork:
     def close(self) -> None:
         for listener in self._listeners.values():
             listener.close()
-        for dialling in self._pending_dials.values():
+        for dialling in list(self._pending_dials.values()):
             dialling.cancel()
         self._pending_dials.clear()
         for channel in [*self._channels.values(), *self._incoming_channels]:
@@ -286,66 +286,64 @@ class PeerNetwork:
     def _start_dial(
         self, key: str | Address, addresses: Sequence[Address], name: str | None, then: Callable[[str, str], None]
     ) -> None:
-        """Dials all addresses of an agent at once, since some may lead nowhere or to another agent. `key`: two calls
-        with the same one share the attempts. `name`: the agent's name; None: unknown."""
-        if key in self._pending_dials:
-            self._pending_dials[key].callbacks.append(then)
-            return
-        dialling = self._pending_dials[key] = _PendingDial([then])
+        """Dials an agent. `key`: two calls with the same one share the attempts. `name`: the agent's name; None:
+        unknown."""
+        dialling = self._pending_dials.get(key)
+        if dialling is None:
+            dialling = self._pending_dials[key] = Task(self._dial(addresses, name))
+            dialling.when_settled(lambda: self._pending_dials.pop(key, None))
+        start(dialling, lambda peer, error: then(peer or "", error))
 
-        def is_over() -> bool:
-            return self._pending_dials.get(key) is not dialling
-
-        def end(peer: str, error: str) -> None:
-            del self._pending_dials[key]
-            dialling.cancel()
-            for each in dialling.callbacks:
-                each(peer, error)
+    async def _dial(self, addresses: Sequence[Address], name: str | None) -> str:
+        """Dials all addresses of an agent at once, since some may lead nowhere or to another agent. Returns its name.
+        Errors: AgentError."""
+        places = await run_on(self._workers, Lane.FRONT, lambda: _resolve_addresses(addresses))
+        if not places:
+            raise AgentError(f"none of {', '.join(map(str, addresses))} can be looked up")
+        first, errors, handshakes = Promise[str](), list[str](), list[PendingHandshake]()
 
         def done(sock: socket.socket, session: Session) -> None:
             # A channel may exist already: by another address, or since the peer has dialled this agent meanwhile.
-            if is_over() or session.peer in self._channels:
+            if session.peer in self._channels:
                 sock.close()
             else:
                 channel = Channel(self._loop, sock, session, self)
                 self._add_channel(channel)
                 self._record_dial(channel)
                 channel.send({"t": "keep-connection"})
-            if not is_over():
-                end(session.peer, "")
+            first.set_result(session.peer)
 
         def failed(error: AgentError) -> None:
-            dialling.errors.append(str(error))
-            if len(dialling.errors) >= dialling.place_count and not is_over():
-                end("", "; ".join(dialling.errors[:3]))
+            errors.append(str(error))
+            if len(errors) == len(places):
+                first.set_error(AgentError("; ".join(errors[:3])))
 
-        def resolved(places: list[SocketAddress]) -> None:
-            dialling.place_count = max(1, len(places))
-            if not places:
-                failed(AgentError(f"none of {', '.join(map(str, addresses))} can be looked up"))
-            run, secret = next(reversed(self._secrets.items()))
-            for place in places if not is_over() else ():
+        run, secret = next(reversed(self._secrets.items()))
+        try:
+            for place in places:
                 try:
-                    handshake = Dialler(secret, run, Role.CONTROL, self.agent_name, "", name)
-                    dialling.handshakes.append(dial(self._loop, place, handshake, done, failed))
+                    exchange = Dialler(secret, run, Role.CONTROL, self.agent_name, "", name)
+                    handshakes.append(dial(self._loop, place, exchange, done, failed))
                 except AgentError as exc:
                     failed(exc)
+            return await first
+        finally:
+            for each in handshakes:
+                each.cancel()
 
-        self._workers.run(Lane.FRONT, lambda: _resolve_addresses(addresses), lambda found: resolved(found.result()))
+
+def answered(network: PeerNetwork, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> Promise[Message]:
+    """The answer to a request; see `PeerNetwork.request`. Errors: AgentError."""
+    answer = Promise[Message]()
+    network.request(name, fields, blobs, answer.set_outcome)
+    return answer
 
 
-@dataclass(slots=True)
-class _PendingDial:
-    """The attempts to connect to one agent. `place_count`: how many socket addresses are tried."""
-
-    callbacks: list[Callable[[str, str], None]]
-    handshakes: list[PendingHandshake] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    place_count: int = 1
-
-    def cancel(self) -> None:
-        for greeting in self.handshakes:
-            greeting.cancel()
+def connected(network: PeerNetwork, node: NodeAt) -> Promise[None]:
+    """Settled once there is a connection to that agent; see `PeerNetwork.connect`. Errors: AgentError."""
+    connection = Promise[None]()
+    network.connect(node, lambda error: connection.set_outcome(None, error))
+    return connection
 
 
 def secret_id_of(secret: bytes) -> str:

@@ -112,21 +112,3 @@ class InventoryLease:
         """Errors: AgentError with the text of `refusal`, if there is one."""
         if why := self.refusal(by, epoch):
             raise AgentError(why)
-
-
-class Frozen:
-    """Times the warning that a job has taken no snapshot for LEASE_TIMEOUT_S. `warning_due_s`: when the warning is due;
-    None: the job is not blocked, or the warning was given."""
-
-    def __init__(self) -> None:
-        self.warning_due_s: float | None = None
-        self._blocked_job: tuple[Epoch, str] | None = None
-
-    def is_warning_due(self, what: tuple[Epoch, str] | None, now_s: float) -> bool:
-        """True once, when the job has been blocked so long. `what`: (its epoch, the kind of block), or None."""
-        if what != self._blocked_job:
-            self._blocked_job, self.warning_due_s = what, now_s + LEASE_TIMEOUT_S if what is not None else None
-        if self.warning_due_s is None or now_s < self.warning_due_s:
-            return False
-        self.warning_due_s = None
-        return True

@@ -107,33 +107,26 @@ def run_memory_node(
             f"an agent of {redact_url(url)} runs on this machine already: that of a job, or another `ckpt agent`. Lend "
             "memory on another machine, or set CKPT_RUNTIME_DIR to another folder for this agent's socket"
         )
-    try:
-        server = EventLoop(place.socket)
-        try:
-            node = MemoryNode(url, settings, server, terms)
-            unsaid: list[OSError] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, lock)
+        for path in (place.run_lock, place.socket):
+            stack.callback(path.unlink, missing_ok=True)
+        server = stack.enter_context(contextlib.closing(EventLoop(place.socket)))
+        node = stack.enter_context(contextlib.closing(MemoryNode(url, settings, server, terms)))
+        unsaid: list[OSError] = []
 
-            def say() -> None:
-                try:
-                    listening([str(each) for each in node.addresses])
-                except OSError as exc:
-                    unsaid.append(exc)
-                    server.is_end_requested = True
-
+        def say() -> None:
             try:
-                # Posted, so that `say` runs only once the loop handles signals.
-                server.post(say)
-                server.run(node)
-                if unsaid:
-                    raise unsaid[0]
-            finally:
-                node.close()
-        finally:
-            server.close()
-    finally:
-        place.socket.unlink(missing_ok=True)
-        place.run_lock.unlink(missing_ok=True)
-        os.close(lock)
+                listening([str(each) for each in node.addresses])
+            except OSError as exc:
+                unsaid.append(exc)
+                server.is_end_requested = True
+
+        # Posted, so that `say` runs only once the loop handles signals.
+        server.post(say)
+        server.run(node)
+        if unsaid:
+            raise unsaid[0]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

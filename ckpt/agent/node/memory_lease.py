@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 class MemoryLease:
     """The lease of one node. `coordinator`: the agent that coordinates the job lent to, now or last; `is_connected`:
     whether it is. `launch`, `epoch`: of that job; `epoch` is None until one has begun. `terms`: by epoch, what a commit
-    needs."""
+    needs. `memory_bytes`: the most memory that is lent."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_bytes: int) -> None:
+        self.memory_bytes = memory_bytes
         self.coordinator = ""
         self.launch = ""
         self.is_connected = False
@@ -47,6 +48,10 @@ class MemoryLease:
         self.coordinator, self.launch, self.is_connected, self.epoch = name, terms.claim.launch, True, epoch
         self.terms[epoch] = terms
         return ""
+
+    def is_coordinator(self, name: str, epoch: Epoch | None = None) -> bool:
+        """Whether agent `name` coordinates the job that is lent to, and in that epoch if one is named."""
+        return name == self.coordinator and epoch in (self.epoch, None)
 
     def on_coordinator_lost(self, name: str) -> None:
         """That agent is not connected any more, or its job does not need the memory now."""

@@ -17,16 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt.agent.commit.commit_turns import TURNS, CommitTurns
 from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, write_part
+from ckpt.agent.commit.job_options import JobOptions
 from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_orphan, judge
-from ckpt.agent.commit.store_client import JobOptions
-from ckpt.agent.node.peer_handlers import PeerHandlers
+from ckpt.agent.node.node_context import NodeContext
+from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.replication.survey import survey_nodes
 from ckpt.agent.restore.collect import CheckpointCollector
-from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
@@ -34,7 +34,6 @@ from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest
 from ckpt.errors import AgentError, Superseded
 from ckpt.events import Event
 from ckpt.policy.save_options import Limits
-from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from ckpt.agent.job.job import Job
     from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
-    from ckpt.ipc.messages import Message
     from ckpt.ipc.node_list import NodeAt
     from ckpt.store.commit import Committed
     from ckpt.store.packs import Written
@@ -78,107 +76,103 @@ class _Attempt:
     settled: Epoch | None = None
 
 
-class OrphanCommitter(PeerHandlers):
-    """The part of the agent that commits orphaned checkpoints (see above). Main thread only."""
+class OrphanCommitter:
+    """The orphaned checkpoints of one node. Main thread only. `turns`: the turns of this node. `find_job`: the orphaned
+    job whose checkpoints lie here; None: there is none, or a job needs this node. `error`: of the last attempt."""
 
-    def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
-        super().__init__(url, settings, server)
-        self._turns = CommitTurns(settings.linger_s)
-        self._commit_attempt: _Attempt | None = None
-        self._commit_error = ""  # of the last attempt
+    def __init__(
+        self,
+        context: NodeContext,
+        memory: NodeMemory,
+        turns: CommitTurns,
+        find_job: Callable[[], UncoordinatedJob | None],
+    ) -> None:
+        self.turns, self.error = turns, ""
+        self._context, self._memory, self._find_job = context, memory, find_job
+        self._attempt: _Attempt | None = None
 
-    def _begin(self, peer: Peer, message: Message) -> None:
-        self._end_commit_attempt()
-        super()._begin(peer, message)
+    @property
+    def is_busy(self) -> bool:
+        """True while an attempt is under way."""
+        return self._attempt is not None
 
-    def _grant_inventory_lease(self, by: str, for_orphans: bool = False) -> None:
-        """As `NodeMemory._grant_inventory_lease`. An attempt from here gives way to another agent's survey. Errors:
+    @property
+    def committing(self) -> Identity | None:
+        """The checkpoint that is being committed."""
+        return self._attempt.identity if self._attempt is not None else None
+
+    def grant_lease(self, by: str, for_orphans: bool = False) -> None:
+        """Another agent surveys this node: takes an inventory lease, and an attempt from here gives way. Errors:
         AgentError if agent `by` has to give way itself, or if a job coordinated here still needs this node."""
-        other = self.network is None or by != self.network.agent_name
         # Of two nodes that survey each other, the one with the lower name goes on.
-        if for_orphans and other and self._commit_attempt is not None and by > self._commit_attempt.network.agent_name:
+        if for_orphans and self._attempt is not None and by > self._attempt.network.agent_name:
             raise AgentError("this node is already committing it")
         # Such a job could take no snapshot until the outcome.
-        if for_orphans and other and any(job.is_needed for job in self._jobs()):
+        if for_orphans and any(job.is_needed for job in self._context.jobs.coordinated()):
             raise AgentError("a job that is coordinated here goes on")
-        super()._grant_inventory_lease(by, for_orphans)
-        if other:
-            self._end_commit_attempt()
+        self._memory.grant_inventory_lease(by, for_orphans)
+        self.end_attempt()
 
-    def _on_start_outcome(self, name: str, fields: dict[str, Any]) -> None:
-        super()._on_start_outcome(name, fields)
-        if fields.get("settled") is not None:
-            settled = Epoch.parse(str(fields["settled"]))
-            self._turns.is_settled = self._turns.is_settled or all(each.epoch <= settled for each in self.followed_jobs)
-
-    def _find_uncoordinated_job(self) -> UncoordinatedJob | None:
-        """The orphaned job whose checkpoints lie here; None: there is none, or a job needs this node."""
-        jobs, newest = self._jobs(), max(self.followed_jobs, key=lambda each: each.epoch, default=None)
-        needed = any(job.is_needed for job in jobs) or self._has_needed_followed_job
-        if newest is None or needed or self._start is not None or self.network is None:
-            return None
-        # Jobs coordinated here count too. One newer than `newest` that has a checkpoint rules a commit out.
-        known: list[FollowerJob | Job] = [*self.followed_jobs, *jobs]
-        terms = {each.epoch: each.terms for each in known if each.terms is not None}
-        if any(job.epoch > newest.epoch and job.checkpoints for job in jobs):
-            terms = {}
-        me = self.network.agent_name
-        turn = next((n for n, node in enumerate(newest.nodes[1:]) if node.name == me), TURNS)
-        return UncoordinatedJob(newest.epoch, newest.nodes, turn, terms)
-
-    def _schedule_orphan_commit(self, now_s: float) -> float | None:
+    def schedule(self, now_s: float) -> float | None:
         """Begins this node's attempt in its turn, and ends it when a job needs the node. Returns when to look again."""
-        job, attempt = self._find_uncoordinated_job(), self._commit_attempt
+        job, attempt = self._find_job(), self._attempt
         if attempt is not None and (job is None or job.epoch != attempt.job.epoch):
-            self._end_commit_attempt()
+            self.end_attempt()
         if job is None:
-            self._turns.restart_turns()
+            self.turns.restart_turns()
             return None
-        due_s = self._turns.due_s(job.turn, now_s)
-        held = self._commit_attempt is not None or self.inventory_lease.is_held
-        if held or not job.terms or self._server.is_end_requested:
+        due_s = self.turns.due_s(job.turn, now_s)
+        held = self.is_busy or self._memory.inventory_lease.is_held
+        if held or not job.terms or self._context.server.is_end_requested:
             return None
         if due_s is None or now_s < due_s:
             return due_s
-        self._begin_commit_attempt(job)
+        self._begin_attempt(job)
         return None
 
-    def _begin_commit_attempt(self, job: UncoordinatedJob) -> None:
-        assert self.network is not None  # else there is no orphaned job
-        attempt = self._commit_attempt = _Attempt(job, self.network, self._inventory(whole=True))
-        self._commit_error = ""
-        if not self.inventory_lease.is_held:
-            self._grant_inventory_lease(self.network.agent_name, for_orphans=True)
-        self._guard_commit_attempt(attempt, lambda: self._survey_other_nodes(attempt))
+    def try_last(self) -> None:
+        """Begins a last attempt at once, whosever turn it is: this node is asked to end."""
+        job = self._find_job()
+        if job is not None and not self.turns.is_settled:
+            self._begin_attempt(job)
 
-    def _end_commit_attempt(self, settled: Epoch | None = None) -> None:
-        """Ends the attempt and tells its outcome to the surveyed nodes. `settled`: nothing is left to commit up to this
-        epoch; None: the attempt came to nothing."""
-        attempt, self._commit_attempt = self._commit_attempt, None
+    def _begin_attempt(self, job: UncoordinatedJob) -> None:
+        network = self._context.network
+        assert network is not None  # else there is no orphaned job
+        attempt = self._attempt = _Attempt(job, network, self._memory.inventory(whole=True))
+        self.error = ""
+        if not self._memory.inventory_lease.is_held:
+            self._memory.grant_inventory_lease(network.agent_name, for_orphans=True)
+        self._guard(attempt, lambda: self._survey_other_nodes(attempt))
+
+    def end_attempt(self, settled: Epoch | None = None) -> None:
+        """Ends the attempt, if one is under way, and tells its outcome to the surveyed nodes. `settled`: nothing is
+        left to commit up to this epoch; None: the attempt came to nothing."""
+        attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
         attempt.cancel.set()
-        self._turns.is_settled = settled is not None
-        self._turns.record_attempt(time.monotonic())
-        self.inventory_lease.end_lease(attempt.network.agent_name)
+        self.turns.is_settled = settled is not None
+        self.turns.record_attempt(time.monotonic())
+        self._memory.inventory_lease.end_lease(attempt.network.agent_name)
         for node in attempt.job.nodes:
             done = str(settled) if settled is not None and node in attempt.answered_nodes else None
             attempt.network.notify(node.name, {"t": "start-outcome", "epoch": None, "settled": done})
 
-    def _guard_commit_attempt(self, attempt: _Attempt, what: Callable[[], None]) -> None:
+    def _guard(self, attempt: _Attempt, what: Callable[[], None]) -> None:
         """Runs `what` if the attempt is still under way. An error in `what` ends the attempt and nothing else."""
-        if self._commit_attempt is not attempt:
+        if self._attempt is not attempt:
             return
         try:
             what()
         except Exception as exc:
             log.exception("what %s has left in memory is not committed from here", attempt.job.epoch)
-            self._fail_commit_attempt(attempt, str(exc))
+            self._fail(attempt, str(exc))
 
-    def _fail_commit_attempt(self, attempt: _Attempt, why: str, settled: Epoch | None = None) -> None:
+    def _fail(self, attempt: _Attempt, why: str, settled: Epoch | None = None) -> None:
         log.warning("what %s has left in memory is not committed from here: %s", attempt.job.epoch, why)
-        self._commit_error = why if settled is None else ""
-        self._end_commit_attempt(settled)
+        self.error = why if settled is None else ""
+        self.end_attempt(settled)
 
     def _survey_other_nodes(self, attempt: _Attempt) -> None:
         def surveyed(found: Mapping[str, Inventory], silent: Sequence[str]) -> None:
@@ -191,8 +185,8 @@ class OrphanCommitter(PeerHandlers):
         others = [node for node in nodes[1:] if node.name != network.agent_name]
         # The former coordinator's agent may be connected: it may have followed a newer start that was led from here.
         others += [node for node in nodes[:1] if network.channel(node.name) is not None]
-        guard = functools.partial(self._guard_commit_attempt, attempt)
-        survey_nodes(network, others, surveyed, {"for_orphans": True}, guard, self._server.call_later)
+        guard = functools.partial(self._guard, attempt)
+        survey_nodes(network, others, surveyed, {"for_orphans": True}, guard, self._context.server.call_later)
 
     def _choose_orphan(self, attempt: _Attempt) -> None:
         """Chooses the newest checkpoint that memory can give, and commits it if the run still needs it."""
@@ -202,13 +196,13 @@ class OrphanCommitter(PeerHandlers):
             # A memory-only node surveys nobody: what it lacks comes only with a coordinator.
             lacks = not attempt.job.nodes and attempt.identity is None
             settled = attempt.job.epoch if lacks else attempt.settled
-            self._fail_commit_attempt(attempt, "no checkpoint is whole on the nodes that answer", settled)
+            self._fail(attempt, "no checkpoint is whole on the nodes that answer", settled)
             return
         attempt.identity, claim = identity, terms[identity.epoch].claim
 
         def judged(done: Future[OrphanVerdict]) -> None:
             if error := failure(done):
-                self._fail_commit_attempt(attempt, error)
+                self._fail(attempt, error)
                 return
             verdict = done.result()
             if verdict in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
@@ -217,14 +211,14 @@ class OrphanCommitter(PeerHandlers):
             attempt.settled = attempt.settled or identity.epoch
             why = f"step {identity.version.step} is {verdict.value}"
             if verdict is OrphanVerdict.DONE:
-                self._fail_commit_attempt(attempt, why, attempt.settled)
+                self._fail(attempt, why, attempt.settled)
             else:
                 self._choose_older_orphan(attempt, identity, why)
 
-        self._workers.run(
+        self._context.workers.run(
             Lane.STORE,
-            lambda: judge(self._store.open_run().view(), claim, identity),
-            lambda done: self._guard_commit_attempt(attempt, lambda: judged(done)),
+            lambda: judge(self._context.store.open_run().view(), claim, identity),
+            lambda done: self._guard(attempt, lambda: judged(done)),
         )
 
     def _choose_older_orphan(self, attempt: _Attempt, identity: Identity, why: str) -> None:
@@ -240,8 +234,14 @@ class OrphanCommitter(PeerHandlers):
                 self._choose_older_orphan(attempt, identity, f"it cannot be had: {error}")
 
         mine = [node for node in attempt.job.nodes if node.name == attempt.network.agent_name]
-        services = attempt.network, self._workers, self.replica_service, self._arenas_of, attempt.inventory
-        guard = lambda what: self._guard_commit_attempt(attempt, what)  # noqa: E731
+        services = (
+            attempt.network,
+            self._context.workers,
+            self._memory.replica_service,
+            self._memory.arenas_of,
+            attempt.inventory,
+        )
+        guard = lambda what: self._guard(attempt, what)  # noqa: E731
         CheckpointCollector(*services, [*mine, *attempt.answered_nodes], (), guard).collect_whole(identity, collected)
 
     def _commit_orphan(self, attempt: _Attempt, found: GatheredManifest) -> None:
@@ -251,14 +251,14 @@ class OrphanCommitter(PeerHandlers):
         log.warning("%s in memory, is committed from here", text)
 
         def ended(done: Future[Committed]) -> None:
-            self.replicas.release(identity)
-            self._guard_commit_attempt(attempt, lambda: self._on_orphan_committed(attempt, identity, done))
+            self._memory.replicas.release(identity)
+            self._guard(attempt, lambda: self._on_orphan_committed(attempt, identity, done))
 
         parts = self._plan_orphan_write(attempt, found, terms)
-        self.replicas.lease(identity)
-        self._workers.run(
+        self._memory.replicas.lease(identity)
+        self._context.workers.run(
             Lane.COMMIT,
-            lambda: commit_orphan(self._store, checkpoint, terms, attempt.cancel, parts),
+            lambda: commit_orphan(self._context.store, checkpoint, terms, attempt.cancel, parts),
             ended,
         )
 
@@ -274,7 +274,7 @@ class OrphanCommitter(PeerHandlers):
             node.write_frames(wanted, then)
 
         options = JobOptions(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
-        server, margin_s = self._server, self._settings.heartbeat_s
+        server, margin_s = self._context.server, self._context.settings.heartbeat_s
         what = checkpoint, options, ranks, rest.__getitem__, write
         return DistributedWrite(*what, server.post, server.call_later, margin_s)
 
@@ -284,18 +284,34 @@ class OrphanCommitter(PeerHandlers):
         def written(done: Future[Written]) -> None:
             then(None if failure(done) else done.result(), failure(done))
 
-        self._workers.run(Lane.PART, lambda: write_part(self._store, wanted, checkpoint.arenas, cancel=cancel), written)
+        self._context.workers.run(
+            Lane.PART, lambda: write_part(self._context.store, wanted, checkpoint.arenas, cancel=cancel), written
+        )
 
     def _on_orphan_committed(self, attempt: _Attempt, identity: Identity, done: Future[Committed]) -> None:
         if error := failure(done):
-            self._fail_commit_attempt(
-                attempt, error, identity.epoch if isinstance(done.exception(), Superseded) else None
-            )
+            self._fail(attempt, error, identity.epoch if isinstance(done.exception(), Superseded) else None)
             return
         text = f"step {identity.version.step} is committed by a node that is left of the job that saved it"
         log.warning("%s", text)
-        self._emit_event(Event("commit.orphan", text, True, {"identity": str(identity)}))
-        self._end_commit_attempt(attempt.settled or identity.epoch)
+        self._context.emit_event(Event("commit.orphan", text, True, {"identity": str(identity)}))
+        self.end_attempt(attempt.settled or identity.epoch)
+
+
+def find_uncoordinated_job(context: NodeContext) -> UncoordinatedJob | None:
+    """The orphaned job whose checkpoints lie on this node; None: there is none, or a job needs this node."""
+    jobs, newest = context.jobs.coordinated(), context.jobs.newest_followed
+    needed = any(job.is_needed for job in jobs) or context.jobs.has_needed_followed
+    if newest is None or needed or context.jobs.start is not None or context.network is None:
+        return None
+    # Jobs coordinated here count too. One newer than `newest` that has a checkpoint rules a commit out.
+    known: list[FollowerJob | Job] = [*context.jobs.followed, *jobs]
+    terms = {each.epoch: each.terms for each in known if each.terms is not None}
+    if any(job.epoch > newest.epoch and job.context.checkpoints for job in jobs):
+        terms = {}
+    me = context.network.agent_name
+    turn = next((n for n, node in enumerate(newest.nodes[1:]) if node.name == me), TURNS)
+    return UncoordinatedJob(newest.epoch, newest.nodes, turn, terms)
 
 
 def assign_writers(holders: Mapping[int, Sequence[str]]) -> tuple[dict[str, frozenset[int]], dict[str, list[str]]]:

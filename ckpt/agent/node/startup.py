@@ -1,8 +1,8 @@
 """The start under way on the node of rank 0: decides which start owns the run, and which checkpoint it restores.
 
 A start moves the current job aside: that job's live trainers are superseded at once, and nothing more is decided for
-them. Then the store is listed on a thread, a candidate is chosen from the store and from memory, and the ranks fetch
-it. A candidate that fails on any rank is struck out for all ranks, and the next one is chosen.
+them. Then the nodes are surveyed and the store is listed, a candidate is chosen from the store and from memory, and the
+ranks fetch it. A candidate that fails on any rank is struck out for all ranks, and the next one is chosen.
 """
 
 from __future__ import annotations
@@ -10,50 +10,46 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from ckpt.agent.adaptive.history import LearntHistory
 from ckpt.agent.job.job import Job
-from ckpt.agent.job.job_context import send_event
+from ckpt.agent.job.job_context import Services, send_event
+from ckpt.agent.job.memory_node_client import parse_addresses
 from ckpt.agent.net.progress import REPORT_INTERVAL_S
-from ckpt.agent.node.cluster_startup import ClusterStartup
+from ckpt.agent.node.candidate_service import CandidateService
+from ckpt.agent.node.coordinator import Coordinator
+from ckpt.agent.node.node_context import NodeContext
+from ckpt.agent.node.node_memory import NodeMemory
+from ckpt.agent.node.start_survey import StartSurvey
 from ckpt.agent.node.startup_state import ResolvedStart, Start
-from ckpt.agent.restore.restore_session import decode_request
-from ckpt.agent.restore.sources import open_session
-from ckpt.agent.runtime.event_loop import EventLoop, Peer
-from ckpt.agent.runtime.workers import Lane
+from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.snapshots import candidates
 from ckpt.agent.snapshots.candidates import Candidate
-from ckpt.agent.snapshots.inventory import ancestor_fields, parse_claim
-from ckpt.agent.snapshots.memory_checkpoint import LocalMemory, Memory, MemoryCheckpoint
+from ckpt.agent.snapshots.inventory import ancestor_fields
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import AnyPeer, RemoteShare
-from ckpt.agent.state.job_facts import SlotState
+from ckpt.agent.state.slots import SlotState
 from ckpt.errors import (
     AgentError,
     DamagedData,
     NewerFormat,
     NoCheckpoint,
     NotFound,
-    StorageError,
     Superseded,
     UsageError,
 )
-from ckpt.events import Event
 from ckpt.ipc.control_page import WORLD_MAX
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt, parse_nodes
-from ckpt.settings import Settings, adopt_store_environment
 from ckpt.storage.failure import unrestorable_hint
 from ckpt.storage.names import redact_url
-from ckpt.types import OWN_NODE, Epoch, Identity
+from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.ipc.addresses import Address
     from ckpt.store.lineage import Claim
-    from ckpt.store.run import RunView
-
-T = TypeVar("T")
 
 log = logging.getLogger("ckpt")
 
@@ -61,168 +57,180 @@ STAGED_WAIT_S = 5.0  # how long a start waits until the last staged snapshot is 
 LISTED_MAX = 200  # struck identities in an answer
 
 
-class Startup(ClusterStartup):
-    """The part of the agent that runs the start under way. Main thread only, but for `_list_store` and
-    `_resolve_candidate`."""
+class Startup:
+    """The part of the agent that runs the start under way. Main thread only, but for `_resolve_candidate`. `survey`:
+    asks the nodes and the store. `candidates`: those in memory. `struck`: candidates that failed to restore, with the
+    reasons."""
 
-    def __init__(self, url: str, settings: Settings, server: EventLoop) -> None:
-        super().__init__(url, settings, server)
-        self._unjoined_peers: list[Peer] = []  # ranks that told this agent to listen, and have joined no job yet
-        self._restore_lease: tuple[Job, int] | None = None  # job and slot of the candidate being restored from memory
+    def __init__(
+        self,
+        context: NodeContext,
+        memory: NodeMemory,
+        coordinator: Coordinator,
+        services: Services,
+        history: LearntHistory,
+    ) -> None:
+        self.survey = StartSurvey(context, memory, coordinator.memory_nodes)
+        self.candidates = CandidateService(context, memory, coordinator.memory_nodes)
+        self.struck: dict[Identity, str] = {}
+        self._context, self._jobs, self._memory, self._coordinator = context, context.jobs, memory, coordinator
+        self._services, self._history = services, history
         self._superseded_launches: dict[str, str] = {}  # launches that were superseded here, and by what
 
-    # -- a start
+    # -- the beginning and the end
 
-    def _begin(self, peer: Peer, message: Message) -> None:
+    def begin(self, peer: Peer, message: Message) -> None:
         """Begins a start; the one under way fails. Errors: UsageError; AgentError; Superseded."""
-        fields = message.fields
+        fields, network = message.fields, self._context.network
         launch, world, take_over = str(fields["launch"])[:200], int(fields["world"]), bool(fields["take_over"])
         request_id = int(fields["id"])
         if not 0 < world <= WORLD_MAX:
             raise UsageError(f"world is {world}: a job has 1 to {WORLD_MAX} ranks")
-        nodes = self._parse_nodes(message)
-        if nodes and (self.network is None or nodes[0].name != self.network.agent_name):
+        nodes = nodes_of(message)
+        memory_nodes = parse_addresses(fields.get("peers"))
+        if nodes and (network is None or nodes[0].name != network.agent_name):
             raise AgentError("rank 0 is on another node than this agent, or has not told it to listen")
-        self._refuse_superseded(launch, take_over)
-        if self._start is not None:
-            self._fail_start(self._start, Superseded(f"launch {launch!r} began meanwhile"))
-        self._end_restore()
+        self.check_launch(launch, take_over)
         peer.watch_death()
-        self._adopt_environment(fields)
-        if self.current_job is not None:
-            self._supersede_current_job(self.current_job, launch)
-        start = self._start = Start(
-            peer, request_id, launch, world, take_over, nodes, self._parse_memory_nodes(message)
-        )
+        self._context.adopt_environment(fields)
+        self.make_way(launch, f"launch {launch!r} began meanwhile")
+        start = self._jobs.start = Start(peer, request_id, launch, world, take_over, nodes, memory_nodes)
         self._report_progress(start, self._progress_key(start))
-        if nodes:
-            self._grant_inventory_lease(OWN_NODE)
-        start.inventory = self._inventory(whole=bool(nodes))
-        self._survey_nodes(start)
-        memory = any(each.claim is not None for each in self._known_epochs(start))
-        self._run_for_start(
-            start, lambda: self._list_store(start, memory), lambda done: self._on_store_listed(start, memory, done)
-        )
+        self.survey.begin(start)
 
-    def _adopt_environment(self, fields: dict[str, Any]) -> None:
-        """Reopens the store if the newest start has other store settings in its environment."""
-        if "store_env" in fields and adopt_store_environment(dict(fields["store_env"])):
-            self._store.reopen()
+    def check_launch(self, launch: str, take_over: bool) -> None:
+        """Errors: Superseded if that launch was superseded here, and does not take over."""
+        if launch in self._superseded_launches and not take_over:
+            raise Superseded(
+                f"launch {launch!r} was superseded by {self._superseded_launches[launch]} on this machine; it begins "
+                "again only with take_over=True"
+            )
+
+    def make_way(self, launch: str, why: str) -> None:
+        """A start begins, here or on another node: ends the start and the job under way here."""
+        if self._jobs.start is not None:
+            self._jobs.fail_start(self._jobs.start, Superseded(why))
+        self.candidates.end_sessions()
+        self._jobs.start = None
+        job = self._jobs.current
+        if job is not None:
+            if not job.scheduler.facts.all_gone:
+                if job.context.launch != launch:
+                    self._superseded_launches[job.context.launch] = f"launch {launch!r}"
+                job.scheduler.supersede(f"launch {launch!r}, begun on this machine")
+            self._jobs.retire_current()
+
+    def on_restored(self, peer: Peer, message: Message) -> None:
+        """The ranks have restored the candidate, or begin afresh, or it failed on one of them. Errors: AgentError;
+        Superseded."""
+        fields = message.fields
+        start, job = self._require_start(peer, str(fields["epoch"]))
+        identity = Identity.parse(str(fields["identity"])) if fields["identity"] is not None else None
+        if identity is not None and fields.get("why"):
+            self._strike(start, identity, str(fields["why"])[:2000], int(fields["id"]))
+        else:
+            self._finish(start, job, identity, int(fields["id"]))
+
+    def _finish(self, start: Start, job: Job, parent: Identity | None, request_id: int) -> None:
+        """Ends the start: the job begins to train."""
+        if parent is not None and parent != start.choice.identity:
+            raise AgentError(f"{parent} was not the candidate of this start")
+        restore = job.restore
+        level = self._level_of(start, restore.identity) if restore is not None else "none"
+        record = restore.record if restore is not None else None
+        self._context.store.record_restore(parent, record)
+        self.candidates.end_sessions()
+        self._jobs.start = None
+        former = next((each for each in self._jobs.former if parent is not None and each.epoch == parent.epoch), None)
+        if former is not None:
+            job.scheduler.facts.save_estimate.inherit(former.scheduler.facts.save_estimate)
+        if job.cost_model is not None and parent is not None:
+            self._history.fill_cost_model(job.cost_model, parent.epoch, record, start.survey.run_view, start.nodes)
+        job.begin_training(self._make_claim(job, parent, start), resumed=False)
+        self._coordinator.announce_claim(job)
+        start.peer.reply(request_id, {})
+        self._coordinator.rereplicate_restored(start)
+        stored = start.choice.newest_stored(self.struck)
+        self._context.status_view.on_restored(job, level, restore, start.choice.steps_lost, stored)
+
+    def give_up(self, peer: AnyPeer) -> None:
+        """Gives the start up if `peer` began it: that trainer is gone, so entering has failed for all ranks."""
+        if self._jobs.start is not None and self._jobs.start.peer is peer:
+            self.candidates.end_sessions()
+            self._jobs.start = None
+
+    def _require_start(self, peer: Peer, epoch: str) -> tuple[Start, Job]:
+        """The start under way and its job, if `peer` began it and it has begun `epoch`. Errors: Superseded."""
+        start = self._jobs.start
+        if start is None or start.job is None or start.peer is not peer or str(start.job.epoch) != epoch:
+            raise Superseded(f"the start of {epoch} is not the one under way; a newer one began")
+        return start, start.job
+
+    # -- progress
 
     def _report_progress(self, start: Start, before: tuple[int, ...]) -> None:
         """Reports progress every REPORT_INTERVAL_S to the trainer that waits for a candidate, so that it goes on
         waiting (see net/progress.py)."""
-        if self._start is not start:
+        if self._jobs.start is not start:
             return
         now = self._progress_key(start)
         if now != before and start.request_id is not None:
             start.peer.send({"t": "progress", "id": start.request_id})
-        self._server.call_later(REPORT_INTERVAL_S, lambda: self._report_progress(start, now))
+        self._context.server.call_later(REPORT_INTERVAL_S, lambda: self._report_progress(start, now))
 
-    def _parse_nodes(self, message: Message) -> tuple[NodeAt, ...]:
-        """The nodes of the job's ranks; () for a job of one node. Errors: UsageError."""
-        if not message.fields.get("coordinator"):
-            return ()
-        return parse_nodes(message.blobs[-1], int(message.fields["world"]))
+    def _progress_key(self, start: Start) -> tuple[int, ...]:
+        """A value that changes whenever the start, or any work that it may wait for, makes progress."""
+        network = self._context.network
+        heard = network.progress.count if network is not None else 0
+        return (*start.progress_key(), len(self.struck), self._memory.replicas.progress.count, heard)
 
-    def _parse_memory_nodes(self, message: Message) -> tuple[Address, ...]:
-        """The addresses of the memory-only nodes that the job names. Errors: UsageError."""
-        if not message.fields.get("peers"):
-            return ()
-        from ckpt.agent.job.memory_node_client import parse_addresses
+    # -- the choice of a candidate
 
-        return parse_addresses(message.fields["peers"])
-
-    def _refuse_superseded(self, launch: str, take_over: bool) -> None:
-        if launch in self._superseded_launches and not take_over:
-            raise Superseded(
-                f"launch {launch!r} was superseded by {self._superseded_launches[launch]} on this machine; it begins "
-                "again only "
-                "with take_over=True"
-            )
-
-    def _run_for_start(self, start: Start, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
-        """Runs `work` on a thread, then `then` on the main thread if that start is still under way."""
-        self._workers.run(Lane.FRONT, work, lambda done: self._guard_start(start, lambda: then(done)))
-
-    def _supersede_current_job(self, job: Job, launch: str) -> None:
-        """Makes the current job a former one; `launch` supersedes its live trainers."""
-        if not job.scheduler.all_gone:
-            if job.launch != launch:
-                self._superseded_launches[job.launch] = f"launch {launch!r}"
-            job.supersede(f"launch {launch!r}, begun on this machine")
-        self.former_jobs.append(job)
-        self.current_job = None
-
-    def _list_store(self, start: Start, memory: bool) -> RunView:
-        """Lists the store, after it has made sure that no other agent's job uses the run. On a thread. `memory`: a
-        checkpoint may be in memory, so the store is retried only briefly. Errors: RunInUse; StorageError."""
-        run = self._store.open_run(impatient=memory)
-        view = run.view()
-        if view.newest_epoch in self._store.claims.own_epochs:
-            return view  # this agent began that epoch
-        before = (view.newest_epoch, view.closed_epochs)
-        run.check_not_in_use(view, start.launch, self._settings.heartbeat_s, take_over=start.take_over)
-        if view.newest_epoch is not None:
-            self._store.claims.replaceable_epochs.add(view.newest_epoch)
-        return view if view.newest_epoch is None or view.newest_epoch in before[1] else run.view()
-
-    def _on_store_listed(self, start: Start, memory: bool, done: Future[RunView]) -> None:
-        error = done.exception()
-        if error is None:
-            start.run_view = done.result()
-        elif not (isinstance(error, StorageError) and memory):
-            self._fail_start(start, error)
-            return
-        else:
-            log.warning("the store does not answer; the start uses this node's memory alone: %s", error)
-        start.is_store_listed = True
-
-    def _advance_start(self) -> None:
+    def advance(self) -> None:
         """Chooses a candidate, once the store is listed, the nodes have answered, and staged snapshots are hashed."""
-        start = self._start
-        if (
-            start is None
-            or not start.is_store_listed
-            or start.pending_nodes
-            or start.is_resolving
-            or start.request_id is None
-        ):
+        start = self._jobs.start
+        if start is None or not start.is_ready:
             return
-        if not start.has_surveyed_previous:
-            self._guard_start(start, lambda: self._survey_previous_nodes(start))
-            if self._start is not start or start.pending_nodes:
+        if not start.survey.has_surveyed_previous:
+            self._jobs.guard_start(start, lambda: self.survey.survey_previous_nodes(start))
+            if self._jobs.start is not start or start.survey.pending_nodes:
                 return
-        sound = [job for job in self.former_jobs if not job.internal_error]
-        staged = any(job.scheduler.attempts(SlotState.STAGED) for job in sound)
+        sound = [job for job in self._jobs.former if not job.context.internal_error]
+        staged = any(job.scheduler.slots.attempts(SlotState.STAGED) for job in sound)
         if staged and time.monotonic() < start.began_s + STAGED_WAIT_S:
             return
-        self._guard_start(start, lambda: self._choose_candidate(start))
+        self._jobs.guard_start(start, lambda: self._choose_candidate(start))
+
+    def _strike(self, start: Start, identity: Identity, why: str, request_id: int) -> None:
+        """Strikes out the candidate for all ranks, since it failed on one of them; the next one is chosen then."""
+        self.struck[identity] = why
+        self.candidates.end_sessions()
+        start.request_id = request_id
 
     def _choose_candidate(self, start: Start) -> None:
         """Chooses the newest candidate that is not struck out. One that lies on several nodes is gathered first."""
-        found = candidates.find_candidates(start.run_view, self._known_epochs(start))
+        found = candidates.find_candidates(start.survey.run_view, self._memory.known_epochs(start))
         # Remembered, since a checkpoint that cannot be gathered is no candidate any more.
-        start.has_any_checkpoint = start.has_any_checkpoint or bool(found)
-        start.newest_step = found[0].identity.version.step if found else start.newest_step
-        start.stored_identities = tuple(each.identity for each in found if each.records)
+        start.choice.has_any_checkpoint = start.choice.has_any_checkpoint or bool(found)
+        start.choice.newest_step = found[0].identity.version.step if found else start.choice.newest_step
+        start.choice.stored_identities = tuple(each.identity for each in found if each.records)
         held: list[tuple[Candidate, MemoryCheckpoint | None]] = []
-        for each in (each for each in found if each.identity not in self._struck_candidates):
+        for each in (each for each in found if each.identity not in self.struck):
             # A start of several nodes gathers it even from one node: the other nodes ask where its frames are.
-            checkpoint = self._local_checkpoint(each.identity) if not start.nodes else None
+            here = self._jobs.find_checkpoint(each.identity) if not start.nodes else None
+            checkpoint = here[2] if here is not None else None
             if each.in_memory and checkpoint is None:
-                if each.identity not in start.gathered_manifests:
+                if each.identity not in start.choice.gathered_manifests:
                     if held:
                         break  # gathered only once the newer ones have failed
-                    start.is_resolving = True
-                    self._gather_candidate(start, each.identity)
+                    start.choice.is_resolving = True
+                    self.candidates.gather(start, each.identity)
                     return
-                checkpoint = start.gathered_manifests[each.identity].checkpoint
+                checkpoint = start.choice.gathered_manifests[each.identity].checkpoint
             held.append((each, checkpoint))
-        start.is_resolving = True
-        self._run_for_start(
-            start, lambda: self._resolve_candidate(held), lambda done: self._on_candidate_resolved(start, done)
-        )
+        start.choice.is_resolving = True
+        then = lambda done: self._on_candidate_resolved(start, done)  # noqa: E731
+        self._context.run_for_start(start, lambda: self._resolve_candidate(held), then)
 
     def _resolve_candidate(
         self, held: list[tuple[Candidate, MemoryCheckpoint | None]]
@@ -238,13 +246,13 @@ class Startup(ClusterStartup):
                 manifest = checkpoint.manifest
                 return ResolvedStart(candidate, manifest, encode_manifest(manifest), checkpoint.metrics), damaged
             try:
-                record = self._store.open_reader(candidate.records).record
+                record = self._context.store.open_reader(candidate.records).record
             except NewerFormat as exc:
+                url = redact_url(self._context.url)
                 raise NewerFormat(
-                    f"step {candidate.identity.version.step}, the newest of {redact_url(self.url)} that is left, was "
-                    "saved by "
-                    f"a newer ckpt ({exc}). An older checkpoint is not taken instead. Install that ckpt here as well, "
-                    f"or go back on purpose: ckpt branch {redact_url(self.url)} --at STEP"
+                    f"step {candidate.identity.version.step}, the newest of {url} that is left, was saved by a newer "
+                    f"ckpt ({exc}). An older checkpoint is not taken instead. Install that ckpt here as well, or go "
+                    f"back on purpose: ckpt branch {url} --at STEP"
                 ) from exc
             except (DamagedData, NotFound) as exc:
                 damaged[candidate.identity] = str(exc)
@@ -256,278 +264,128 @@ class Startup(ClusterStartup):
     def _on_candidate_resolved(
         self, start: Start, done: Future[tuple[ResolvedStart | None, dict[Identity, str]]]
     ) -> None:
-        start.is_resolving = False
+        start.choice.is_resolving = False
         error = done.exception()
         if error is not None:
-            self._fail_start(start, error)
+            self._jobs.fail_start(start, error)
             return
         chosen, damaged = done.result()
-        self._struck_candidates.update(damaged)
+        self.struck.update(damaged)
         if chosen is None and damaged:
             return  # older candidates may be left; they are looked at next
         # A run that had a checkpoint never begins afresh.
-        if chosen is None and start.has_any_checkpoint and start.job is None:
-            failed = {**start.gather_errors, **self._struck_candidates}
+        if chosen is None and start.choice.has_any_checkpoint and start.job is None:
+            failed = {**start.choice.gather_errors, **self.struck}
             text = "; ".join(f"step {identity.version.step}: {why}" for identity, why in list(failed.items())[-3:])
-            why = f"no checkpoint of {redact_url(self.url)} can be restored: {text}. {unrestorable_hint(self.url)}"
-            self._fail_start(start, NoCheckpoint(why))
+            url = self._context.url
+            why = f"no checkpoint of {redact_url(url)} can be restored: {text}. {unrestorable_hint(url)}"
+            self._jobs.fail_start(start, NoCheckpoint(why))
             return
-        start.partial_places = None
-        if chosen is None or chosen.record is None or chosen.candidate.identity not in start.inventory.world_sizes:
+        start.choice.partial_places = None
+        if (
+            chosen is None
+            or chosen.record is None
+            or chosen.candidate.identity not in start.survey.inventory.world_sizes
+        ):
             self._offer_candidate(start, chosen, damaged)
             return
-        start.is_resolving = True
-        self._find_frames_in_memory(start, chosen, lambda: self._offer_candidate(start, chosen, damaged))
+        start.choice.is_resolving = True
+        then = lambda: self._offer_candidate(start, chosen, damaged)  # noqa: E731
+        self.candidates.find_frames(start, chosen, lambda: self._progress_key(start), then)
 
-    def _new_job(self, start: Start) -> Job:
-        claims = self._store.claims
-        # The inventory may be old by now, hence the newest epoch too.
-        begun = {*claims.own_epochs, *start.inventory.steps, self._newest_epoch()}
-        epoch = candidates.choose_epoch(start.run_view, self._known_epochs(start), begun)
-        claims.record_start(epoch, start.run_view, start.take_over)
-        others = self._make_remote_shares(epoch, start.world, start.nodes)
-        self.current_job = Job(self._services, epoch, start.world, start.launch, start.peer, start.nodes, others)
-        return self.current_job
+    # -- the answer
 
-    def _make_remote_shares(self, epoch: Epoch, world: int, nodes: tuple[NodeAt, ...]) -> list[RemoteShare]:
-        """The local ranks of every node but the first, which is this one."""
-        network = self.network
-        if network is None:
-            return []
-        return [RemoteShare(network, each.name, epoch, world, each.ranks) for each in nodes[1:]]
-
-    def _offer_candidate(self, start: Start, chosen: ResolvedStart | None, damaged: dict[Identity, str]) -> None:
+    def _offer_candidate(self, start: Start, chosen: ResolvedStart | None, damaged: Mapping[Identity, str]) -> None:
         """Answers the waiting trainer with the chosen candidate, or with none. Begins the epoch at the first answer."""
         assert start.request_id is not None
         job = start.job = start.job or self._new_job(start)
-        start.chosen_candidate = chosen.candidate if chosen is not None else None
-        start.steps_lost = self._steps_lost(start)
+        start.choice.chosen = chosen.candidate if chosen is not None else None
+        start.count_steps_lost(self._ended_steps(start))
         body: dict[str, Any] = {
             "epoch": str(job.epoch),
             "parent": None,
             "ancestors": [],
             "candidate": None,
-            "struck": [str(identity) for identity in self._struck_candidates][-LISTED_MAX:],
-            "steps_lost": start.steps_lost,
+            "struck": [str(identity) for identity in self.struck][-LISTED_MAX:],
+            "steps_lost": start.choice.steps_lost,
         }
-        self._report_lost_parts(start, chosen)
+        if (lost := start.lost_parts_event()) is not None:
+            log.warning("%s", lost.message, extra={"told": True})
+            self._context.status_view.record_event(lost)
+            send_event(start.peer, lost)
         for identity, why in damaged.items():
             text = f"step {identity.version.step} cannot be read and is passed over: {why}"
-            job.emit("restore.skipped", text, True, {"identity": str(identity)})
-        if chosen is None:
-            self._send_candidate(start, body, [])
-            return
-        identity = chosen.candidate.identity
-        where = self._find_local_checkpoint(identity)
-        if where is not None:
-            where[0].scheduler.take_lease(where[1])
-            self._restore_lease = where[0], where[1]
-        records = chosen.candidate.records
-        gathered, places = start.gathered_manifests.get(identity), start.find_places(identity)
-        memory: Memory | None = gathered.checkpoint if gathered is not None else self._local_checkpoint(identity)
-        if memory is None and places is not None:
-            memory = LocalMemory(self._arenas_of(identity), places.ranks, places.offsets)
-        fan = self._open_shared_read(start, job, chosen, places) if records else None
-        job.restore = open_session(
-            identity,
-            chosen.manifest,
-            job.ranks.local_rank_count,
-            memory,
-            (lambda: self._store.open_reader(records)) if records else None,
-            self._workers,
-            self._server.call_later,
-            self._server.post,
-            peers=self._open_peer_source(start, places, chosen.manifest) if places is not None else None,
-            fan=fan,
-            folder=self._store.folder,
-        )
-        job.restore.record = chosen.record
-        body |= {
-            "parent": str(identity),
-            "ancestors": ancestor_fields(self._make_claim(job, identity, start)),
-            "candidate": {
-                "identity": str(identity),
-                "level": self._level_of(start, identity),
-                "stored": bool(records),
-                "step": identity.version.step,
-                "metrics": chosen.metrics,
-            },
-        }
-        self._send_candidate(start, body, [chosen.encoded_manifest])
+            job.context.emit("restore.skipped", text, True, {"identity": str(identity)})
+        if chosen is not None:
+            identity = chosen.candidate.identity
+            job.restore = self.candidates.open_session(start, job, chosen)
+            body |= {
+                "parent": str(identity),
+                "ancestors": ancestor_fields(self._make_claim(job, identity, start)),
+                "candidate": {
+                    "identity": str(identity),
+                    "level": self._level_of(start, identity),
+                    "stored": bool(chosen.candidate.records),
+                    "step": identity.version.step,
+                    "metrics": chosen.metrics,
+                },
+            }
+        start.peer.reply(start.request_id, body, blobs=[chosen.encoded_manifest] if chosen is not None else [])
+        # Cleared only after the reply was sent: until then the waiting trainer can still be told of an error.
+        start.request_id = None
 
-    def _steps_lost(self, start: Start) -> int | None:
-        """How many steps the former run had ended beyond the chosen checkpoint; None if no living node knows. Steps
-        that still earlier runs had ended do not count: the former start lost them."""
-        ended = dict(start.inventory.steps)
+    def _new_job(self, start: Start) -> Job:
+        claims = self._context.store.claims
+        # The inventory may be old by now, hence the newest epoch too.
+        begun = {*claims.own_epochs, *start.survey.inventory.steps, self._memory.newest_epoch()}
+        epoch = candidates.choose_epoch(start.survey.run_view, self._memory.known_epochs(start), begun)
+        claims.record_start(epoch, start.survey.run_view, start.take_over)
+        return self.make_job(epoch, start.world, start.launch, start.peer, start.nodes)
+
+    def make_job(self, epoch: Epoch, world: int, launch: str, first: AnyPeer, nodes: tuple[NodeAt, ...]) -> Job:
+        """The new current job. `first`: the connection that began it. `nodes`: this node is the first one."""
+        network = self._context.network
+        others = [
+            RemoteShare(network, each.name, epoch, world, each.ranks) for each in nodes[1:] if network is not None
+        ]
+        self._jobs.current = Job(self._services, epoch, world, launch, first, nodes, others)
+        return self._jobs.current
+
+    def _ended_steps(self, start: Start) -> dict[Epoch, int]:
+        """By epoch, the newest step that is known to have ended in it."""
+        ended = dict(start.survey.inventory.steps)
         # The account outlives a job that has left nothing in memory.
-        account = self.status_view.account.newest_ended_step
-        for epoch, step in [
-            *((job.epoch, job.local_share.ended_step()) for job in self.former_jobs),
-            *([account] if account else []),
-        ]:
+        account = self._context.status_view.account.newest_ended_step
+        here = [(job.epoch, job.local_share.ended_step()) for job in self._jobs.former]
+        for epoch, step in [*here, *([account] if account else [])]:
             ended[epoch] = max(step, ended.get(epoch, 0))
-        # An epoch reached at least the newest step that is held of it.
-        held = {identity.epoch: identity.version.step for identity in sorted(start.inventory.world_sizes)}
-        chosen = start.chosen_candidate.identity if start.chosen_candidate is not None else None
-        begun = {epoch for steps in (ended, held) for epoch, step in steps.items() if step}
-        newest = max((epoch for epoch in begun if chosen is None or epoch >= chosen.epoch), default=None)
-        known, least = (ended.get(newest, 0), held.get(newest, 0)) if newest is not None else (0, 0)
-        lost = max(known, least, start.newest_step) - (chosen.version.step if chosen is not None else 0)
-        return max(0, lost) if known or lost > 0 else None
+        return ended
 
     def _level_of(self, start: Start, identity: Identity) -> str:
         """The level that the candidate is restored from: "local", "peer" or "store"."""
-        gathered = start.gathered_manifests.get(identity)
-        if self._find_local_checkpoint(identity) is not None or (
+        gathered = start.choice.gathered_manifests.get(identity)
+        if self._jobs.find_checkpoint(identity) is not None or (
             gathered is not None and gathered.is_local and len(start.nodes) == 1
         ):
             return "local"
         return "peer" if gathered is not None else "store"
 
-    def _report_lost_parts(self, start: Start, chosen: ResolvedStart | None) -> None:
-        """Emits `restore.lost`, once, if a checkpoint newer than the chosen one lost a part together with a node."""
-        found = start.inventory.incomplete_checkpoints()
-        # What memory lacks of the chosen checkpoint itself is in the store.
-        if not found or start.has_reported_loss or (chosen is not None and max(found) <= chosen.candidate.identity):
-            return
-        start.has_reported_loss = True
-        identity = max(found)
-        ranks = found[identity]
-        what = (
-            f"step {identity.version.step} was in memory, and the part of ranks {ranks[:8]} is on no node that is left"
-        )
-        then = (
-            f"going on from step {chosen.candidate.identity.version.step}" if chosen is not None else "beginning afresh"
-        )
-        hint = "ckpt.Replicas(n) keeps copies on n other nodes"
-        facts = {"identity": str(identity), "ranks": ranks[:100]}
-        event = Event("restore.lost", f"ckpt: {what}: {then} ({hint})", True, facts)
-        log.warning("%s", event.message, extra={"told": True})
-        self.status_view.record_event(event)
-        send_event(start.peer, event)
-
-    def _send_candidate(self, start: Start, body: dict[str, Any], blobs: list[bytes]) -> None:
-        assert start.request_id is not None
-        start.peer.reply(start.request_id, body, blobs=blobs)
-        # Cleared only after the reply was sent: until then the waiting trainer can still be told of an error.
-        start.request_id = None
-
-    def _strike_candidate(self, peer: Peer, message: Message) -> None:
-        """Strikes out the candidate for all ranks, since it failed on one of them; the next one is chosen then."""
-        fields = message.fields
-        start = self._require_start(peer, str(fields["epoch"]))
-        identity, request_id = Identity.parse(str(fields["identity"])), int(fields["id"])
-        self._struck_candidates[identity] = str(fields["why"])[:2000]
-        self._end_restore()
-        start.request_id = request_id
-
-    def _finish_start(self, peer: Peer, message: Message) -> None:
-        """Ends the start: all ranks have restored the candidate, or begin afresh. The job begins to train."""
-        fields = message.fields
-        start = self._require_start(peer, str(fields["epoch"]))
-        job = start.job
-        assert job is not None
-        parent = Identity.parse(str(fields["identity"])) if fields["identity"] is not None else None
-        if parent is not None and (start.chosen_candidate is None or parent != start.chosen_candidate.identity):
-            raise AgentError(f"{parent} was not the candidate of this start")
-        record = job.restore.record if job.restore is not None else None
-        self._store.record_restore(parent, record)
-        self._end_restore()
-        self._start = None
-        former = next((each for each in self.former_jobs if parent is not None and each.epoch == parent.epoch), None)
-        if former is not None:
-            job.scheduler.inherit_timing(former.scheduler)
-        if job.cost_model is not None and parent is not None:
-            self._learnt_history.fill_cost_model(job.cost_model, parent.epoch, record, start.run_view, start.nodes)
-        claim = self._make_claim(job, parent, start)
-        job.begin_training(claim, resumed=False)
-        self._announce_claim(job)
-        peer.reply(int(fields["id"]), {})
-        self._rereplicate_restored(start)
-
-    def _require_start(self, peer: Peer, epoch: str) -> Start:
-        """The start under way, if `peer` began it and it has begun `epoch`. Errors: Superseded."""
-        start = self._start
-        if start is None or start.job is None or start.peer is not peer or str(start.job.epoch) != epoch:
-            raise Superseded(f"the start of {epoch} is not the one under way; a newer one began")
-        return start
-
-    def _end_restore(self) -> None:
-        """Ends the restore of the candidate: releases its slot, and ends the serving of its frames."""
-        if self._restore_lease is not None:
-            self._restore_lease[0].scheduler.release_lease(self._restore_lease[1])
-            self._restore_lease = None
-        for job in self._jobs():
-            if job.restore is not None:
-                job.restore.close()
-                self._end_serving(job.restore.identity)
-                job.restore = None
-
     def _make_claim(self, job: Job, parent: Identity | None, start: Start) -> Claim:
         """The claim of the job's epoch, which goes on from `parent`, with the ancestors that the store lacks."""
         from ckpt.store.lineage import AGENT_ADDRESSES_MAX, AGENTS_MAX, ANCESTORS_MAX, Claim
 
-        known = {each.epoch: each.claim for each in self._jobs() if each.claim is not None} | start.inventory.claims
-        ancestors = candidates.unclaimed_ancestors(parent, known.values(), self._store.is_claimed)
-        host = socket.gethostname()[:200]
-        told = ancestors[:ANCESTORS_MAX]
-        run = self.network.secret_id if self.network is not None and job.nodes else ""
+        known = {each.epoch: each.claim for each in self._jobs.coordinated() if each.claim is not None}
+        known |= start.survey.inventory.claims
+        ancestors = candidates.unclaimed_ancestors(parent, known.values(), self._context.store.is_claimed)
+        network, host = self._context.network, socket.gethostname()[:200]
+        run = network.secret_id if network is not None and job.nodes else ""
         agents = tuple((node.name, tuple(map(str, node.addresses[:AGENT_ADDRESSES_MAX]))) for node in job.nodes)
+        told = ancestors[:ANCESTORS_MAX]
         return Claim(job.epoch, parent, told, start.launch, host, time.time(), run, agents[:AGENTS_MAX])
 
-    def _give_up_start(self, peer: AnyPeer) -> None:
-        """Gives the start up if `peer` began it: that trainer is gone, so entering has failed for all ranks."""
-        if self._start is not None and self._start.peer is peer:
-            self._end_restore()
-            self._start = None
 
-    # -- joining and fetching
-
-    def _join(self, peer: AnyPeer, message: Message) -> None:
-        """A rank joins its job. Errors: AgentError if no start of its epoch is under way; Superseded."""
-        fields = message.fields
-        epoch = Epoch.parse(str(fields["epoch"]))
-        job = self._job_of(epoch)
-        if job is None:
-            if not fields["resume"]:
-                raise AgentError(f"no start of {epoch} is under way here")
-            job = self._resume_job(peer, epoch, message)
-        del message.blobs[2:]  # the node list
-        job.join(peer, message)
-        self._unjoined_peers = [each for each in self._unjoined_peers if each is not peer]
-        # Without a claim the job is only about to begin; `_finish_start` then leads the memory-only nodes.
-        if int(fields["rank"]) == 0 and job.claim is not None:
-            self._borrow_memory(job, self._parse_memory_nodes(message))
-
-    def _resume_job(self, peer: AnyPeer, epoch: Epoch, message: Message) -> Job:
-        """Makes the job of a trainer whose agent died; the trainer brings its arenas. Errors: Superseded."""
-        if self._start is not None or self.current_job is not None:
-            raise Superseded(f"a newer start owns {redact_url(self.url)}; {epoch} was superseded")
-        claim = parse_claim(epoch, message.fields)
-        # If this trainer dies before it has joined, the job ends with it.
-        peer.watch_death()
-        world, nodes = int(message.fields["world"]), self._parse_nodes(message)
-        others = self._make_remote_shares(epoch, world, nodes)
-        job = self.current_job = Job(self._services, epoch, world, claim.launch, peer, nodes, others)
-        for node in nodes[1:]:
-            self._reconnect_node(node.name)
-        self._store.claims.own_epochs.add(epoch)
-        job.take_over(claim)
-        return job
-
-    def _fetch(self, peer: Peer, message: Message) -> None:
-        job, _ = self._require_member(peer)
-        identity = Identity.parse(str(message.fields["identity"]))
-        if job.restore is None or job.restore.identity != identity:
-            raise AgentError(f"{identity} is not being restored now")
-        frames, whole = decode_request(message)
-        peer.reply(int(message.fields["id"]), {})
-        job.restore.request(peer, frames, whole)
-
-    def _require_member(self, peer: AnyPeer) -> tuple[Job, int]:
-        """The job and the rank of that connection. Errors: AgentError."""
-        for job in self._jobs():
-            rank = job.rank_of(peer)
-            if rank is not None:
-                return job, rank
-        raise AgentError("this connection has joined no job")
+def nodes_of(message: Message) -> tuple[NodeAt, ...]:
+    """The nodes of the job's ranks, from a rank's message; () for a job of one node. Errors: UsageError."""
+    if not message.fields.get("coordinator"):
+        return ()
+    return parse_nodes(message.blobs[-1], int(message.fields["world"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,9 @@ from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.snapshots.candidates import Candidate
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest
+from ckpt.events import Event
 from ckpt.format.manifest import Manifest, Record
-from ckpt.types import Identity
+from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.ipc.addresses import Address
@@ -22,19 +23,65 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Start:
-    """A start under way. `request_id`: the request that waits for a candidate; None: none waits now.
+class SurveyState:
+    """What a start has heard. `pending_nodes`: nodes that have not answered. `inventory`: what the nodes and this one
+    hold. `is_store_listed`: the listing of the store has ended; `run_view`: that listing, None if the store did not
+    answer. `previous_nodes`: nodes of earlier starts that have no rank in this one and were surveyed."""
 
-    `nodes`: the nodes of the ranks, if there are several nodes or memory-only nodes are named. `memory_node_addresses`:
-    the addresses of the memory-only nodes. `pending_nodes`: nodes that have not answered the survey. `inventory`: what
-    the nodes and this one hold. `gathered_manifests`: checkpoints put together from several nodes; `gather_errors`:
-    those that could not be, and why. `is_store_listed`: the listing of the store has ended; `run_view`: that listing,
-    None if the store did not answer. `job`: set once the epoch has begun. `is_resolving`: a candidate is being gathered
-    or its manifest read. `has_any_checkpoint`, `newest_step`: of the branch history, struck candidates included.
-    `stored_identities`: what the store has of it, newest first. `steps_lost`: steps to redo after the chosen
-    checkpoint; None: unknown. `has_reported_loss`: `restore.lost` was emitted. `previous_nodes`: nodes of earlier
-    starts that have no rank in this one and were surveyed. `location_blobs`: by checkpoint, the blobs that tell nodes
-    where its frames are. `partial_places`: the frames that memory has of a candidate that is read from the store."""
+    pending_nodes: set[str] = field(default_factory=set)
+    inventory: Inventory = field(default_factory=Inventory)
+    is_store_listed: bool = False
+    run_view: RunView | None = None
+    has_surveyed_previous: bool = False
+    previous_nodes: list[NodeAt] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """What a start chooses from. `gathered_manifests`: checkpoints put together from several nodes; `gather_errors`:
+    those that could not be, and why. `is_resolving`: a candidate is being gathered or its manifest read.
+    `has_any_checkpoint`, `newest_step`: of the branch history, struck candidates included. `stored_identities`: what
+    the store has of it, newest first. `steps_lost`: steps to redo after the chosen checkpoint; None: unknown.
+    `has_reported_loss`: `restore.lost` was emitted. `location_blobs`: by checkpoint, the blobs that tell nodes where
+    its frames are. `partial_places`: the frames that memory has of a candidate that is read from the store."""
+
+    gathered_manifests: dict[Identity, GatheredManifest] = field(default_factory=dict)
+    gather_errors: dict[Identity, str] = field(default_factory=dict)
+    is_resolving: bool = False
+    has_any_checkpoint: bool = False
+    newest_step: int = 0
+    steps_lost: int | None = None
+    chosen: Candidate | None = None
+    stored_identities: tuple[Identity, ...] = ()
+    has_reported_loss: bool = False
+    location_blobs: dict[Identity, list[bytes]] = field(default_factory=dict)
+    partial_places: FramePlaces | None = None
+
+    @property
+    def identity(self) -> Identity | None:
+        """The chosen checkpoint; None: none is chosen."""
+        return self.chosen.identity if self.chosen is not None else None
+
+    def newest_stored(self, struck: Container[Identity]) -> Identity | None:
+        """The newest checkpoint in the store that is not struck and not newer than the chosen one; None: none."""
+        newest = self.identity
+        if newest is None:
+            return None
+        return next((each for each in self.stored_identities if each <= newest and each not in struck), None)
+
+    def find_places(self, identity: Identity) -> FramePlaces | None:
+        """The frames that memory has of that checkpoint, or of a part of it; None: none."""
+        if identity in self.gathered_manifests:
+            return self.gathered_manifests[identity].places
+        places = self.partial_places
+        return places if places is not None and places.identity == identity else None
+
+
+@dataclass(slots=True)
+class Start:
+    """A start under way. `request_id`: the request that waits for a candidate; None: none waits now. `nodes`: the nodes
+    of the ranks, if there are several nodes or memory-only nodes are named. `memory_node_addresses`: the addresses of
+    the memory-only nodes. `job`: set once the epoch has begun."""
 
     peer: Peer
     request_id: int | None
@@ -43,42 +90,51 @@ class Start:
     take_over: bool
     nodes: tuple[NodeAt, ...] = ()
     memory_node_addresses: tuple[Address, ...] = ()
-    pending_nodes: set[str] = field(default_factory=set)
-    inventory: Inventory = field(default_factory=Inventory)
-    gathered_manifests: dict[Identity, GatheredManifest] = field(default_factory=dict)
-    gather_errors: dict[Identity, str] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
-    is_store_listed: bool = False
-    run_view: RunView | None = None
     job: Job | None = None
-    is_resolving: bool = False
-    has_any_checkpoint: bool = False
-    newest_step: int = 0
-    steps_lost: int | None = None
-    chosen_candidate: Candidate | None = None
-    stored_identities: tuple[Identity, ...] = ()
-    has_reported_loss: bool = False
-    has_surveyed_previous: bool = False
-    previous_nodes: list[NodeAt] = field(default_factory=list)
-    location_blobs: dict[Identity, list[bytes]] = field(default_factory=dict)
-    partial_places: FramePlaces | None = None
+    survey: SurveyState = field(default_factory=SurveyState)
+    choice: ChoiceState = field(default_factory=ChoiceState)
 
-    def newest_stored(self, struck: Container[Identity]) -> Identity | None:
-        """The newest checkpoint in the store that is not struck and not newer than the chosen one; None: none."""
-        if self.chosen_candidate is None:
+    @property
+    def is_ready(self) -> bool:
+        """True if a candidate can be chosen: one is waited for, the store is listed, and all nodes have answered."""
+        is_waiting = self.request_id is not None and not self.choice.is_resolving
+        return is_waiting and self.survey.is_store_listed and not self.survey.pending_nodes
+
+    def progress_key(self) -> tuple[int, ...]:
+        """A value that changes whenever the start makes progress."""
+        survey, choice = self.survey, self.choice
+        gathered = len(choice.gathered_manifests), len(choice.gather_errors), choice.is_resolving
+        return (*gathered, len(survey.pending_nodes), survey.is_store_listed, survey.has_surveyed_previous)
+
+    def count_steps_lost(self, ended: Mapping[Epoch, int]) -> None:
+        """Sets `choice.steps_lost`: how many steps the former run had ended beyond the chosen checkpoint; None if no
+        living node knows. `ended`: by epoch, the newest ended step. Steps that still earlier runs had ended do not
+        count: the former start lost them."""
+        # An epoch reached at least the newest step that is held of it.
+        held = {identity.epoch: identity.version.step for identity in sorted(self.survey.inventory.world_sizes)}
+        chosen = self.choice.identity
+        begun = {epoch for steps in (ended, held) for epoch, step in steps.items() if step}
+        newest = max((epoch for epoch in begun if chosen is None or epoch >= chosen.epoch), default=None)
+        known, least = (ended.get(newest, 0), held.get(newest, 0)) if newest is not None else (0, 0)
+        lost = max(known, least, self.choice.newest_step) - (chosen.version.step if chosen is not None else 0)
+        self.choice.steps_lost = max(0, lost) if known or lost > 0 else None
+
+    def lost_parts_event(self) -> Event | None:
+        """The event `restore.lost`, once, if a checkpoint newer than the chosen one lost a part together with a node;
+        else None."""
+        found, chosen = self.survey.inventory.incomplete_checkpoints(), self.choice.identity
+        # What memory lacks of the chosen checkpoint itself is in the store.
+        if not found or self.choice.has_reported_loss or (chosen is not None and max(found) <= chosen):
             return None
-        newest = self.chosen_candidate.identity
-        return next((each for each in self.stored_identities if each <= newest and each not in struck), None)
-
-    def find_places(self, identity: Identity) -> FramePlaces | None:
-        """The frames that memory has of that checkpoint, or of a part of it; None: none."""
-        if identity in self.gathered_manifests:
-            return self.gathered_manifests[identity].places
-        return (
-            self.partial_places
-            if self.partial_places is not None and self.partial_places.identity == identity
-            else None
-        )
+        self.choice.has_reported_loss = True
+        identity = max(found)
+        ranks, step = found[identity], identity.version.step
+        what = f"step {step} was in memory, and the part of ranks {ranks[:8]} is on no node that is left"
+        then = f"going on from step {chosen.version.step}" if chosen is not None else "beginning afresh"
+        hint = "ckpt.Replicas(n) keeps copies on n other nodes"
+        facts = {"identity": str(identity), "ranks": ranks[:100]}
+        return Event("restore.lost", f"ckpt: {what}: {then} ({hint})", True, facts)
 
 
 @dataclass(frozen=True, slots=True)

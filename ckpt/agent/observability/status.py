@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.state.accounting import Accounting, Phase
-from ckpt.agent.state.job_facts import SaveAttempt, SaveReason, SlotState, WorkState
+from ckpt.agent.state.slots import SaveAttempt, SaveReason, SlotState, WorkState
 from ckpt.events import Event, JsonLines
-from ckpt.ipc.messages import Message
 from ckpt.policy.failures import Failure
 from ckpt.settings import Settings
 from ckpt.storage.names import redact_url
@@ -60,7 +59,6 @@ class Status:
         self._emit_event = tell
         self._began_s, self._began_at = time.monotonic(), time.time()
         self._recent_events: collections.deque[tuple[float, Event]] = collections.deque(maxlen=RECENT_EVENTS_MAX)
-        self._interrupted_epochs: set[str] = set()  # epochs whose ranks left because of a notice
         self._metrics_http: MetricsHttp | None = None
         self._has_opened_metrics = False
         self._event_log: JsonLines | None = None
@@ -95,11 +93,6 @@ class Status:
             if event.name == "commit.done":
                 self._write_account()
 
-    def on_rank_message(self, job: Job, message: Message) -> None:
-        """A rank sent a message. A rank that leaves because of a notice shows an interrupted run, not an ended one."""
-        if message.kind == "leave" and message.fields.get("outcome") == "notice":
-            self._interrupted_epochs.add(str(job.epoch))
-
     def on_restored(
         self, job: Job, level: str, restore: RestoreSession | None, steps_lost: int | None, stored: Identity | None
     ) -> None:
@@ -108,7 +101,7 @@ class Status:
         self._mark_launch(job)
         account, now_s = self.account, time.monotonic()
         parent = job.claim.parent if job.claim is not None else None
-        lost_s, lost_steps, recovered = account.lost_s, account.lost_steps, account.recoveries.number
+        lost_s, lost_steps, recovered = account.lost_s, account.totals.lost_steps, account.totals.recoveries.number
         level = level if parent is not None else "none"
         taken_s = _taken_s(restore.record) if restore is not None else None
         age_s = time.time() - taken_s if taken_s is not None else None
@@ -117,21 +110,21 @@ class Status:
         account.record_start(now_s, job.epoch, version, level, read_bytes, age_s, steps_lost or 0)
         if stored is not None:
             account.record_found("store", stored.epoch, stored.version)
-        if account.recoveries.number > recovered:
-            took_s = account.recoveries.last_s or 0.0
+        if account.totals.recoveries.number > recovered:
+            took_s = account.totals.recoveries.last_s or 0.0
             facts = {
                 "step": version.step,
                 "level": level,
-                "lost_steps": account.lost_steps - lost_steps,
+                "lost_steps": account.totals.lost_steps - lost_steps,
                 "lost_s": account.lost_s - lost_s,
                 "recovery_s": took_s,
             }
-            lost = format_count(account.lost_steps - lost_steps, "step")
+            lost = format_count(account.totals.lost_steps - lost_steps, "step")
             text = (
                 f"training goes on after step {version.step}: {lost} lost ({facts['lost_s']:.1f} s), and "
                 f"{took_s:.1f} s until it did"
             )
-            job.emit("job.recovered", text, data=facts)
+            job.context.emit("job.recovered", text, data=facts)
         self._write_account()
 
     def update(self, job: Job | None, starting: bool) -> None:
@@ -152,7 +145,7 @@ class Status:
 
     def _mark_launch(self, job: Job | None) -> None:
         """Marks the lines of the file with the job's launch from now on; None without a job."""
-        launch = job.launch if job is not None else None
+        launch = job.context.launch if job is not None else None
         if self._event_log is not None and self._event_log.common_entries["launch"] != launch:
             self._event_log.add_entries(launch=launch)
 
@@ -163,11 +156,11 @@ class Status:
             return None
         group = job.scheduler
         ranks = group.rank_states.summary
-        if job.internal_error or ranks.first_failed is not None or group.superseded_by:
+        if job.context.internal_error or ranks.first_failed is not None or group.facts.superseded_by:
             return Phase.DOWN
-        if group.all_gone:
-            return Phase.DOWN if str(job.epoch) in self._interrupted_epochs else Phase.IDLE
-        leaves = ranks.any_gone or any(attempt.reason is SaveReason.EXIT for attempt in group.attempts())
+        if group.facts.all_gone:
+            return Phase.IDLE if job.context.is_finished else Phase.DOWN
+        leaves = ranks.any_gone or any(attempt.reason is SaveReason.EXIT for attempt in group.slots.attempts())
         return Phase.ENDING if leaves else Phase.TRAINING
 
     def _write_account(self) -> None:
@@ -216,34 +209,40 @@ class Status:
 def job_facts(job: Job) -> dict[str, Any]:
     """The facts of one job: which checkpoints are on their way to which level, how often it saves, and why."""
     now_s, group = time.monotonic(), job.scheduler
-    facts: dict[str, Any] = {"step_s": group.step_timing.boundary_interval_s, "under_way": [], "rates": {}}
+    facts: dict[str, Any] = {"step_s": group.facts.step_timing.boundary_interval_s, "under_way": []}
 
     def add(attempt: SaveAttempt, level: str, state: str, since_s: float | None, **more: int) -> None:
         about = {"step": attempt.version.step, "version": str(attempt.version), "asked": attempt.reason.value, **more}
         for_s = now_s - since_s if since_s is not None else None
         facts["under_way"].append({"level": level, "state": state, **about, "for_s": for_s})
 
-    for attempt in group.attempts():
+    for attempt in group.slots.attempts():
         if attempt.state is SlotState.GRANTED:
-            add(attempt, "local", "appointed", attempt.opened_s, staged=len(attempt.staged_ranks), of=job.world)
+            add(
+                attempt,
+                "local",
+                "appointed",
+                attempt.times.opened_s,
+                staged=len(attempt.staged_ranks),
+                of=job.context.world,
+            )
         elif attempt.state is SlotState.STAGED:
-            add(attempt, "local", "hashed", attempt.all_staged_s)
-        elif attempt.slot == group.replicating_slot:
+            add(attempt, "local", "hashed", attempt.times.staged_s)
+        elif attempt.slot == group.replicas.replicating_slot:
             add(attempt, "peer", "copied", None)
         if attempt.state is SlotState.COMPLETE and attempt.commit_state in (WorkState.RUNNING, WorkState.FAILED):
             is_running = attempt.commit_state is WorkState.RUNNING
-            add(attempt, "store", "committed" if is_running else "failed", attempt.commit_began_s)
-    learning, policy = job.cost_model, group.policy
-    levels = ("local", "peer", "store") if group.is_replication_on else ("local", "store")
-    if learning is not None:
-        facts["rates"] = {
-            each.value: {
-                "per_s": learning.measurements.rate_of(each).current_rate.mean,
-                "seen": learning.measurements.rate_of(each).failure_count,
-            }
-            for each in Failure
+            add(attempt, "store", "committed" if is_running else "failed", attempt.times.commit_began_s)
+    learning, policy = job.cost_model, group.clock.policy
+    levels = ("local", "peer", "store") if group.replicas.is_replication_on else ("local", "store")
+    facts["rates"] = {
+        each.value: {
+            "per_s": learning.measurements.rate_of(each).current_rate.mean,
+            "seen": learning.measurements.rate_of(each).failure_count,
         }
-    if learning is None or not job.is_adaptive:
+        for each in Failure
+    }
+    if not job.policy.is_adaptive:
         every = {"interval_s": policy.seconds, "interval_steps": policy.steps, "by": "every"}
         facts["intervals"] = {level: dict(every) for level in levels}
         return facts

@@ -70,38 +70,23 @@ class RelayedNotice:
         ]
 
 
-def parse_returned_notices(told: Any, now_s: float | None = None) -> list[tuple[Notice, ExitTiming]]:
-    """Parses the result of `RelayedNotice.notice_fields`, which a rank hands to its node's next agent. Errors: as
-    `parse_relayed_notices`."""
+def parse_returned_notices(told: Any, now_s: float | None = None, suffix: str = "") -> list[tuple[Notice, ExitTiming]]:
+    """Parses the result of `RelayedNotice.notice_fields`, which a rank hands to its node's next agent. `suffix`: is
+    added to the keys. Errors: AgentError, ValueError, TypeError, LookupError."""
     now_s = time.time() if now_s is None else now_s
     if not isinstance(told, list) or len(told) > NOTICES_MAX:
-        raise AgentError(f"a rank gives back more than {NOTICES_MAX} notices")
-    return [
-        (
-            Notice(
-                now_s + _parse_left_s(each),
-                str(each["source"])[:200],
-                bool(each["certain"]),
-                str(each["key"])[:200],
-                str(each["message"])[:500],
-            ),
-            _parse_exit_timing(each),
-        )
-        for each in told
-    ]
+        raise AgentError(f"more than {NOTICES_MAX} notices of one node")
+    return [_parse_notice(each, now_s, suffix) for each in told]
 
 
-def _parse_left_s(each: Any) -> float:
-    """The seconds left, clipped to finite bounds. Errors: AgentError, ValueError, TypeError, LookupError."""
+def _parse_notice(each: Mapping[str, Any], now_s: float, suffix: str) -> tuple[Notice, ExitTiming]:
     left_s = float(each["left_s"])
     if math.isnan(left_s):
         raise AgentError(f"a node says that it has {left_s} s left")
-    return min(max(left_s, -LEFT_S_MAX), LEFT_S_MAX)
-
-
-def _parse_exit_timing(each: Any) -> ExitTiming:
-    """Errors: as `_parse_left_s`."""
-    return ExitTiming.NOT_AGAIN if _parse_left_s(each) <= 0 else ExitTiming(each["when"])
+    left_s = min(max(left_s, -LEFT_S_MAX), LEFT_S_MAX)
+    source, key, text = str(each["source"])[:200], str(each["key"])[:200] + suffix, str(each["message"])[:500]
+    when = ExitTiming.NOT_AGAIN if left_s <= 0 else ExitTiming(each["when"])
+    return Notice(now_s + left_s, source, bool(each["certain"]), key, text), when
 
 
 def _is_same(left_s: float, known_s: float) -> bool:
@@ -136,21 +121,15 @@ def parse_relayed_notices(
     it. `known`: the standing notices of all nodes, with the seconds left. Errors: AgentError, ValueError, TypeError,
     LookupError."""
     now_s = time.time() if now_s is None else now_s
-    if not isinstance(told, list) or len(told) > NOTICES_MAX:
-        raise AgentError(f"a node says that more than {NOTICES_MAX} notices stand there")
-    end = _node_suffix(node)
-    found: list[tuple[NoticeChange, ExitTiming]] = []
-    stand: set[Name] = set()
-    for each in told:
-        name = str(each["source"])[:200], str(each["key"])[:200] + end
-        left_s = _parse_left_s(each)
-        stand.add(name)
-        if name in known and _is_same(left_s, known[name]):
-            continue
-        text = str(each["message"])[:500]
-        found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), _parse_exit_timing(each)))
-    gone = [name for name in known if name[1].endswith(end) and name not in stand]
-    return [*((Withdrawn(*name), ExitTiming.IN_TIME) for name in gone), *found]
+    suffix = _node_suffix(node)
+    standing = {(each.source, each.key): (each, when) for each, when in parse_returned_notices(told, now_s, suffix)}
+    gone = [name for name in known if name[1].endswith(suffix) and name not in standing]
+    new = [
+        (each, when)
+        for name, (each, when) in standing.items()
+        if name not in known or not _is_same(each.deadline_s - now_s, known[name])
+    ]
+    return [*((Withdrawn(*name), ExitTiming.IN_TIME) for name in gone), *new]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The rebuild of lost ranks' snapshots from parity, as the coordinator runs it. Main thread only.
 
-1. All nodes are asked which parity they keep of the checkpoint ("publish-parity").
-2. Holders of the other snapshots that are needed let them be read ("publish-snapshots").
+1. All nodes are asked which parity they keep of the checkpoint ("publish").
+2. Holders of the other snapshots that are needed let them be read ("publish").
 3. Each lost rank is given to one node, which rebuilds its snapshot and keeps it as a copy ("rebuild").
 
 A rank that cannot be rebuilt does not stop the others. Data that turns out to be damaged is left out as if lost, and
@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.net.transport import Frames
+from ckpt.agent.replication.replica_offers import transfer_name
 from ckpt.agent.replication.replica_service import ReplicaService, Where
-from ckpt.agent.replication.replica_store import transfer_name
+from ckpt.agent.runtime.coroutines import gather
 from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunkName, decode_described, encode_described
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.parity import Row
@@ -37,9 +38,8 @@ NodeByRank = dict[int, str]  # rank -> the node that rebuilt it
 
 class Rebuild:
     """Rebuilds the ranks in `at`. `nodes`: those that are left, this one first; () if it is the only one. `holders`:
-    rank -> nodes with its snapshot. `at`: lost rank -> nodes that may rebuild it, the best first. `then` hears which
-    node rebuilt which rank, and "" or why some failed; once, after `begin` has returned. `is_over`: `then` was
-    called."""
+    rank -> nodes with its snapshot. `at`: lost rank -> nodes that may rebuild it, the best first. `node_by_rank`: the
+    ranks that are rebuilt, also after a cancel."""
 
     def __init__(
         self,
@@ -48,79 +48,70 @@ class Rebuild:
         identity: Identity,
         holders: Mapping[int, Sequence[str]],
         at: Mapping[int, Sequence[str]],
-        then: Callable[[NodeByRank, str], None],
         me: str = "",
         leave: Mapping[str, int] | None = None,
         urgent: bool = False,
     ) -> None:
         """`me`: the name of this node if it is the only one. `leave`: by node, replica bytes that must stay free beside
         its rebuilds, else it refuses them; 0 by default. `urgent`: a start waits for it."""
-        self._service, self._identity, self._on_done = service, identity, then
+        self.node_by_rank: NodeByRank = {}
+        self._service, self._identity = service, identity
         self._reader = secrets.token_hex(8)  # another rebuild may read the same offers
         self._addresses_by_node = {node.name: node.addresses for node in nodes}
         self._names = list(self._addresses_by_node) or [me]
         self._holders = {rank: [name for name in names if name in self._names] for rank, names in holders.items()}
         self._rebuilders_by_rank = {rank: list(names) for rank, names in sorted(at.items())}
         self._reserved_bytes, self._urgent = leave or {}, urgent
-        self._pending_answers: set[str] = set()  # nodes, or ranks, whose answer is awaited
         self._chunks: list[tuple[str, ParityChunkName, Frames | None]] = []
         self._encoded_by_rank: dict[int, bytes] = {}
         self._snapshots: dict[int, DescribedSnapshot] = {}
         self._attempts_by_rank: Counter[int] = Counter()
         # Nodes that hold little rebuild more.
         self._load_by_node = Counter(names[0] for names in self._holders.values() if names)
-        self._node_by_rebuilt_rank: NodeByRank = {}
         self._errors_by_rank: dict[int, str] = {}  # ranks that cannot be rebuilt -> why
-        self._damaged_transfers: set[str] = set()  # transfers found damaged since the last `_publish`
-        self.is_over = False
+        self._damaged_transfers: set[str] = set()  # transfers found damaged since the snapshots were published
+
+    async def run(self) -> str:
+        """Returns "", or why some rank could not be rebuilt."""
+        try:
+            await gather(map(self._request_parity, self._names))
+            while self._pending_ranks:
+                await self._request_snapshots()
+                where = self._locations
+                self._fail_impossible_ranks(where)
+                await gather(self._rebuild_rank(rank, _part_of(where, rank)) for rank in self._pending_ranks)
+        finally:
+            self._service.end_offers(self._identity, self._names, self._reader)
+        return self._errors_by_rank[min(self._errors_by_rank)] if self._errors_by_rank else ""
 
     @property
     def _pending_ranks(self) -> list[int]:
         return [
             rank
             for rank in self._rebuilders_by_rank
-            if rank not in self._node_by_rebuilt_rank and rank not in self._errors_by_rank
+            if rank not in self.node_by_rank and rank not in self._errors_by_rank
         ]
-
-    def begin(self) -> None:
-        self._pending_answers = set(self._names)
-        for name in self._names:
-            self._ask(
-                name,
-                {"t": "publish-parity"},
-                (),
-                lambda blobs, error, name=name: self._handle_published_parity(name, blobs, error),
-            )
-
-    def give_up(self, why: str) -> None:
-        """Fails the ranks that are not rebuilt yet, and ends."""
-        for rank in self._pending_ranks:
-            self._fail(rank, why)
-        self._finish()
 
     # -- what there is
 
-    def _handle_published_parity(self, name: str, blobs: list[bytes], error: str) -> None:
-        if self._is_late(name):
-            return
-        self._pending_answers.discard(name)
+    async def _request_parity(self, name: str) -> None:
+        blobs: list[bytes] | None = None
         try:
-            if error or len(blobs) != 2:
-                raise AgentError(error or "its answer has not what belongs to it")
+            blobs = await self._ask_for_offers(name, {"t": "publish", "ranks": None})
+            if len(blobs) != 2:
+                raise AgentError("its answer has not what belongs to it")
             where, snapshots = Where.decode(self._identity, blobs[0]), decode_described(blobs[1])
             where.check_sizes({each.rank: each for each in snapshots})
         except CkptError as exc:
             log.warning("agent %s has no parity of %s to give: %s", name or "here", self._identity, exc)
-            if error:  # A malformed answer excludes only the node's parity.
+            if blobs is None:  # A malformed answer excludes only the node's parity.
                 self._exclude_holder(name)
                 self._rebuilders_by_rank = {
                     rank: [each for each in names if each != name] for rank, names in self._rebuilders_by_rank.items()
                 }
-        else:
-            if self._record_snapshots(name, snapshots):
-                self._chunks += [(name, chunk, frames) for _, chunk, frames in where.chunks]
-        if not self._pending_answers:
-            self._publish()
+            return
+        if self._record_snapshots(name, snapshots):
+            self._chunks += [(name, chunk, frames) for _, chunk, frames in where.chunks]
 
     def _record_snapshots(self, name: str, snapshots: Sequence[DescribedSnapshot]) -> bool:
         """Whether the node describes the snapshots as the others do: all parity must be of the same bytes."""
@@ -134,7 +125,7 @@ class Rebuild:
     def _exclude_holder(self, name: str) -> None:
         self._holders = {rank: [each for each in names if each != name] for rank, names in self._holders.items()}
 
-    def _publish(self) -> None:
+    async def _request_snapshots(self) -> None:
         """Has the holders of the needed snapshots let them be read."""
         self._damaged_transfers.clear()
         todo = set(self._pending_ranks)
@@ -144,32 +135,20 @@ class Rebuild:
         for rank in sorted(needed - todo):
             if self._holders.get(rank):
                 by_node.setdefault(self._holders[rank][0], []).append(rank)
-        self._pending_answers = set(by_node)
-        if not by_node:
-            self._assign_ranks()
-        for name, ranks in by_node.items():
-            self._ask(
-                name,
-                {"t": "publish-snapshots", "ranks": ranks},
-                (),
-                lambda _, error, name=name: self._handle_publish_answer(name, error),
-            )
 
-    def _handle_publish_answer(self, name: str, error: str) -> None:
-        if self._is_late(name):
-            return
-        if error:
-            log.warning("agent %s does not give what it has of %s: %s", name or "here", self._identity, error)
-            self._exclude_holder(name)
-        self._pending_answers.discard(name)
-        if not self._pending_answers:
-            self._assign_ranks()
+        async def request(name: str, ranks: list[int]) -> None:
+            try:
+                await self._ask_for_offers(name, {"t": "publish", "ranks": ranks})
+            except CkptError as exc:
+                log.warning("agent %s does not give what it has of %s: %s", name or "here", self._identity, exc)
+                self._exclude_holder(name)
 
-    def _is_late(self, name: str) -> bool:
-        """Whether the rebuild was over before this node's answer. Then its offers are ended, too."""
-        if self.is_over:
-            self._service.end_offers(self._identity, [name], self._reader)
-        return self.is_over
+        await gather(request(name, ranks) for name, ranks in by_node.items())
+
+    async def _ask_for_offers(self, name: str, fields: dict[str, Any]) -> list[bytes]:
+        return await self._service.ask_for_offers(
+            name, self._identity, {**fields, "urgent": self._urgent}, self._reader
+        )
 
     # -- making them
 
@@ -179,8 +158,8 @@ class Rebuild:
         held = {rank: names[0] for rank, names in self._holders.items() if names and rank not in todo}
         return Where(self._addresses_by_node, held, self._chunks)
 
-    def _assign_ranks(self) -> None:
-        where, sizes = self._locations, {rank: each.staged_bytes for rank, each in self._snapshots.items()}
+    def _fail_impossible_ranks(self, where: Where) -> None:
+        sizes = {rank: each.staged_bytes for rank, each in self._snapshots.items()}
         rows: dict[Striped, set[Row]] = {}
         for _, chunk, _ in self._chunks:
             rows.setdefault(chunk.stripe, set()).add(chunk.row)
@@ -191,42 +170,39 @@ class Rebuild:
                 self._fail(rank, "too much of what it was kept with is lost, too")
             elif not self._rebuilders_by_rank[rank]:
                 self._fail(rank, "no node is left that could")
-        todo = self._pending_ranks
-        self._pending_answers = {str(rank) for rank in todo}
-        for rank in todo:
-            self._assign_rank(rank, _part_of(where, rank), self._rebuilders_by_rank[rank])
-        if not todo:
-            self._finish()
 
-    def _assign_rank(self, rank: int, where: Where, at: Sequence[str]) -> None:
-        name = min(at, key=lambda each: (self._load_by_node[each], at.index(each)))
-        order = list(Row) if self._attempts_by_rank[rank] % 2 == 0 else list(Row)[::-1]
-        self._attempts_by_rank[rank] += 1
-        self._load_by_node[name] += 1
-        fields = {"t": "rebuild", "rank": rank, "parity_order": [int(row) for row in order]}
-        fields["reserve_bytes"] = self._reserved_bytes.get(name, 0)
+    async def _rebuild_rank(self, rank: int, where: Where) -> None:
+        at = every = self._rebuilders_by_rank[rank]
         needed = {each for _, chunk, _ in where.chunks for each in chunk.stripe.ranks}
-        snapshots = encode_described([self._snapshots[each] for each in sorted(needed)])
-
-        def made(blobs: list[bytes], error: str) -> None:
-            if self.is_over:
-                return
-            if blobs and not error:
-                self._exclude_damaged(rank, bytes(blobs[0]).decode(errors="replace"))
-            elif error and self._attempts_by_rank[rank] < max(ATTEMPTS, len(self._rebuilders_by_rank[rank])):
-                log.warning("rank %d of %s from parity at agent %s: %s", rank, self._identity, name or "here", error)
-                self._assign_rank(rank, where, [each for each in at if each != name] or at)
-                return
-            elif error:
-                self._fail(rank, f"at agent {name or 'here'}: {error}")
+        blobs = [where.encode(), encode_described([self._snapshots[each] for each in sorted(needed)])]
+        while True:
+            name = min(at, key=lambda each: (self._load_by_node[each], every.index(each)))
+            order = list(Row) if self._attempts_by_rank[rank] % 2 == 0 else list(Row)[::-1]
+            self._attempts_by_rank[rank] += 1
+            self._load_by_node[name] += 1
+            fields = {
+                "t": "rebuild",
+                "identity": str(self._identity),
+                "rank": rank,
+                "parity_order": [int(row) for row in order],
+                "reserve_bytes": self._reserved_bytes.get(name, 0),
+                "reader": self._reader,
+                "urgent": self._urgent,
+            }
+            try:
+                damaged = await self._service.ask(name, fields, blobs)
+            except CkptError as exc:
+                if self._attempts_by_rank[rank] >= max(ATTEMPTS, len(every)):
+                    self._fail(rank, f"at agent {name or 'here'}: {exc}")
+                    return
+                log.warning("rank %d of %s from parity at agent %s: %s", rank, self._identity, name or "here", exc)
+                at = [each for each in at if each != name] or at
+                continue
+            if damaged:
+                self._exclude_damaged(rank, bytes(damaged[0]).decode(errors="replace"))
             else:
-                self._node_by_rebuilt_rank[rank] = name
-                self._holders[rank] = [name]
-            self._pending_answers.discard(str(rank))
-            if not self._pending_answers:
-                self._retry_or_finish()
-
-        self._ask(name, fields, [where.encode(), snapshots], made)
+                self.node_by_rank[rank], self._holders[rank] = name, [name]
+            return
 
     def _exclude_damaged(self, rank: int, transfer: str) -> None:
         """Excludes a damaged source; fails the rank if that source was not one of ours."""
@@ -246,26 +222,6 @@ class Rebuild:
 
     def _fail(self, rank: int, why: str) -> None:
         self._errors_by_rank[rank] = f"rank {rank} cannot be made again from parity: {why}"
-
-    def _retry_or_finish(self) -> None:
-        """All have answered. Ranks that are left had a damaged source, and are tried again without it."""
-        if self._pending_ranks:
-            self._publish()
-        else:
-            self._finish()
-
-    def _finish(self) -> None:
-        if not self.is_over:
-            self.is_over = True
-            self._service.end_offers(self._identity, self._names, self._reader)
-            self._on_done(
-                self._node_by_rebuilt_rank,
-                self._errors_by_rank[min(self._errors_by_rank)] if self._errors_by_rank else "",
-            )
-
-    def _ask(self, name: str, fields: dict[str, object], blobs: Sequence[bytes], then: Callable[..., None]) -> None:
-        more = {"identity": str(self._identity), "reader": self._reader, "urgent": self._urgent}
-        self._service.send_request(name, {**fields, **more}, blobs, then)
 
 
 def _part_of(where: Where, rank: int) -> Where:

@@ -8,26 +8,26 @@ fit waits until others end. One that does not fit alone is refused, and its requ
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.agent.replication.parity_worker import SCRATCH_BYTES
 from ckpt.agent.replication.replica_store import ReplicaStore
+from ckpt.agent.runtime.coroutines import Promise
+from ckpt.errors import AgentError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RebuildWork:
     """One rebuild, of a copy of `size` bytes. `reserved_bytes`: replica bytes that must stay free beside it; 0: no such
     limit. `urgent`: it goes before others. `reader`: its requester. `get_filled_bytes`: bytes written so far; any
-    thread. Either `begin` or `refuse` is called, once. After `begin` the rebuild is under way until
-    `RebuildQueue.end_work`."""
+    thread. `turn`: settled when the rebuild may begin; from then on it is under way until `RebuildQueue.end_work`."""
 
     size: int
     reserved_bytes: int
     urgent: bool
     reader: str
     get_filled_bytes: Callable[[], int]
-    begin: Callable[[], None]
-    refuse: Callable[[str], None]
+    turn: Promise[None] = field(default_factory=Promise)
 
 
 class RebuildQueue:
@@ -43,11 +43,13 @@ class RebuildQueue:
         """Bytes that rebuilds under way will still allocate; their scratch memory counts in full."""
         return sum(work.size - work.get_filled_bytes() + SCRATCH_BYTES for work in self._running_work)
 
-    def enqueue(self, work: RebuildWork) -> None:
-        """Adds a rebuild: it begins now, begins when others have ended, or is refused."""
+    def enqueue(self, work: RebuildWork) -> Promise[None]:
+        """Adds a rebuild. Returns its turn, which comes now or when others have ended. Errors of the promise:
+        AgentError if the rebuild is refused."""
         self._queued_work.append(work)
         self._queued_work.sort(key=lambda each: not each.urgent)  # stable: else in order of arrival
         self._start_next()
+        return work.turn
 
     def end_work(self, work: RebuildWork) -> None:
         """A rebuild has ended, as a copy or without a result."""
@@ -59,7 +61,7 @@ class RebuildQueue:
         gone = [work for work in self._queued_work if work.reader == reader]
         self._queued_work = [work for work in self._queued_work if work.reader != reader]
         for work in gone:
-            work.refuse(why)
+            work.turn.set_error(AgentError(why))
         self._start_next()
 
     def _start_next(self) -> None:
@@ -69,10 +71,10 @@ class RebuildQueue:
                 return
             work = self._queued_work.pop(0)
             if why_not:
-                work.refuse(why_not)
+                work.turn.set_error(AgentError(why_not))
             else:
                 self._running_work.append(work)
-                work.begin()
+                work.turn.set_result(None)
 
     def _refusal_reason(self, work: RebuildWork) -> str:
         if work.size + SCRATCH_BYTES + self.unallocated_bytes + self._replicas.unallocated_bytes > self._free_bytes():

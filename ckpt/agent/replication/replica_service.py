@@ -1,8 +1,7 @@
 """The replica service of one node: carries out a coordinator's requests about replicas. Main thread only.
 
     replicate            keep copies of snapshots, or parity chunks made of them; the bytes are fetched from other nodes
-    publish-snapshots    let others read the snapshots that lie here, and describe them
-    publish-parity       let others read the parity kept here of a checkpoint, and describe it
+    publish              let others read these ranks' snapshots, or (ranks: null) the parity, and describe them
     rebuild              rebuild a rank's snapshot from parity and other ranks' snapshots, and keep it as a copy.
                          `reserve_bytes` must stay free beside it. If source bytes were damaged, the answer names their
                          transfer
@@ -14,7 +13,6 @@ run at normal priority, and outside the network limit of replication.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +21,10 @@ import msgpack
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.replication.parity_worker import FrameOrigin, ParityWorker
 from ckpt.agent.replication.rebuild_queue import RebuildQueue, RebuildWork
-from ckpt.agent.replication.replica_store import ReplicaStore, transfer_name
-from ckpt.agent.runtime.workers import Lane, Workers, failure
+from ckpt.agent.replication.replica_offers import transfer_name
+from ckpt.agent.replication.replica_store import ReplicaStore
+from ckpt.agent.runtime.coroutines import Cancelled, Promise, Task, run_on
+from ckpt.agent.runtime.workers import Lane, Workers, error_text
 from ckpt.agent.snapshots.described import (
     DescribedSnapshot,
     ParityChunk,
@@ -118,16 +118,29 @@ class ReplicaService:
         self._arenas_of, self._network, self._free_bytes = arenas_of, network, free_bytes
         self._rebuild_queue = RebuildQueue(copies, free_bytes)
 
-    def send_request(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
-        """Sends a request to `node` ("" is this one). `then` hears the blobs of its answer and "", or the error. It is
-        called after this method has returned."""
-        network = self._network()
+    def ask(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> Promise[list[bytes]]:
+        """Sends a request to `node` ("" is this one). The blobs of its answer come after this call. Errors of the
+        promise: CkptError."""
+        network, answer = self._network(), Promise[list[bytes]]()
         if not node or (network is not None and node == network.agent_name):
-            self._post(lambda: self._serve_locally(fields, blobs, then))
+            self._post(lambda: self._serve_here(fields, blobs, answer))
         elif network is None:
-            self._post(lambda: then([], f"there is no way to agent {node}"))
+            self._post(lambda: answer.set_error(AgentError(f"there is no way to agent {node}")))
         else:
-            network.request(node, fields, blobs, lambda answer, error: then(answer.blobs if answer else [], error))
+            network.request(
+                node, fields, blobs, lambda found, error: answer.set_outcome(found.blobs if found else [], error)
+            )
+        return answer
+
+    async def ask_for_offers(self, node: str, identity: Identity, fields: dict[str, Any], reader: str) -> list[bytes]:
+        """Has `node` offer what lies there of the checkpoint ("publish"). A caller that is
+        cancelled meanwhile leaves no offer. Errors: CkptError."""
+        answer = self.ask(node, {**fields, "identity": str(identity), "reader": reader})
+        try:
+            return await answer
+        except Cancelled:
+            answer.when_settled(lambda: self.end_offers(identity, [node], reader))
+            raise
 
     def end_offers(self, identity: Identity, nodes: Sequence[str], reader: str) -> None:
         """Ends that reader's use of what `nodes` lent and published of the checkpoint."""
@@ -138,44 +151,54 @@ class ReplicaService:
             if not node or node == network.agent_name:
                 self.withdraw(identity, reader)
             else:
-                network.notify(node, {"t": "withdraw-published", "identity": str(identity), "reader": reader})
+                network.notify(node, {"t": "withdraw", "identity": str(identity), "reader": reader})
 
     def withdraw(self, identity: Identity, reader: str) -> None:
         """Ends that reader's use of the offers of the checkpoint here, and refuses its waiting rebuilds."""
-        self._replicas.withdraw(identity, reader)
+        self._replicas.offers.withdraw(identity, reader)
         self._rebuild_queue.refuse_queued(reader, f"nobody waits for {identity} any more")
 
-    def _serve_locally(self, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
+    def _serve_here(self, fields: dict[str, Any], blobs: Sequence[bytes], answer: Promise[list[bytes]]) -> None:
         try:
-            self.serve_request(fields, blobs, then)
+            self.serve_request(fields, blobs, lambda found, error: answer.set_outcome(found, error))
         except CkptError as exc:
-            then([], str(exc))
+            answer.set_error(exc)
 
     def serve_request(self, fields: Mapping[str, Any], blobs: Sequence[bytes], then: Then) -> None:
-        """Serves one request. Errors: AgentError, or any error of a malformed message; then `then` is not called."""
+        """Serves one request. `then` hears the blobs of the answer and "", or the error. Errors: AgentError, or any
+        error of a malformed message; then `then` is not called."""
+        serving = Task(self._serve(fields, blobs))
+        if serving.is_settled:
+            then(serving.result(), "")
+            return
+        serving.when_settled(
+            lambda: then([], error_text(serving.error)) if serving.error else then(serving.result(), "")
+        )
+
+    async def _serve(self, fields: Mapping[str, Any], blobs: Sequence[bytes]) -> list[bytes]:
         identity = Identity.parse(str(fields["identity"]))
         match fields["t"]:
             case "replicate":
                 where, snapshots = Where.decode(identity, blobs[0]), _decode_by_rank(blobs[1])
-                self._keep_replicas(identity, where, snapshots, fields, then)
-            case "publish-parity":
-                then([*self._offer_chunks(identity, str(fields["reader"]), bool(fields.get("urgent")))], "")
+                await self._keep_replicas(identity, where, snapshots, fields)
+            case "publish" if fields["ranks"] is None:
+                return self._offer_chunks(identity, str(fields["reader"]), bool(fields.get("urgent")))
             case "rebuild":
                 where, snapshots = Where.decode(identity, blobs[0]), _decode_by_rank(blobs[1])
                 order = [parse_row(row) for row in fields["parity_order"]]
-                self._rebuild(identity, int(fields["rank"]), where, snapshots, order, fields, then)
-            case "publish-snapshots":
-                self._offer_snapshots(identity, [int(rank) for rank in fields["ranks"]], fields, then)
+                return await self._rebuild(identity, int(fields["rank"]), where, snapshots, order, fields)
+            case "publish":
+                return await self._offer_snapshots(identity, [int(rank) for rank in fields["ranks"]], fields)
+        return []
 
     # -- keeping
 
-    def _keep_replicas(
+    async def _keep_replicas(
         self,
         identity: Identity,
         where: Where,
         snapshots: Mapping[int, DescribedSnapshot],
         fields: Mapping[str, Any],
-        then: Then,
     ) -> None:
         """Keeps copies of the described snapshots, fetched from `source`, or chunks that are made of them (`source` is
         None). They evict older replicas, unless they are a re-replication, which may be older than what is kept."""
@@ -196,15 +219,14 @@ class ReplicaService:
                 drop(identity, chunks)
         if source is None:
             store.record_transfer(identity, PARITY_SOURCE, False)  # until it succeeds
-            self._make_chunks(identity, int(fields["world"]), where, snapshots, then)
+            await self._make_chunks(identity, int(fields["world"]), where, snapshots)
             return
         addresses, network = self._addresses(source, where), self._network()
         assert network is not None  # `_addresses` has checked that
-        ended = lambda error: then([], error)  # noqa: E731
-        store.fetch_replicas(network.transport, identity, source, addresses, copies, ended)
+        await store.fetch_replicas(network.transport, identity, source, addresses, copies)
 
-    def _make_chunks(
-        self, identity: Identity, world: int, where: Where, snapshots: Mapping[int, DescribedSnapshot], then: Then
+    async def _make_chunks(
+        self, identity: Identity, world: int, where: Where, snapshots: Mapping[int, DescribedSnapshot]
     ) -> None:
         store = self._replicas
         new = [name for name in dict.fromkeys(name for _, name, _ in where.chunks) if name not in store.chunks_by_name]
@@ -237,45 +259,44 @@ class ReplicaService:
                 for name, arena in arenas.items()
             ]
 
-        def made(done: Future[list[ParityChunk]]) -> None:
-            error = failure(done)
-            error = store.end_chunks(arenas, [] if error else done.result()) or error
-            self._replicas.record_transfer(identity, PARITY_SOURCE, not error)
-            then([], error)
-
-        self._workers.run(Lane.PARITY, make, made)
+        try:
+            made = await run_on(self._workers, Lane.PARITY, make)
+        except CkptError:
+            store.end_chunks(arenas, [])
+            raise
+        if error := store.end_chunks(arenas, made):
+            raise AgentError(error)
+        store.record_transfer(identity, PARITY_SOURCE, True)
 
     # -- lending
 
-    def _offer_chunks(self, identity: Identity, reader: str, urgent: bool) -> tuple[bytes, bytes]:
+    def _offer_chunks(self, identity: Identity, reader: str, urgent: bool) -> list[bytes]:
         lent, network = self._replicas.chunks_of(identity), self._network()
         if network is not None:
             for chunk in lent:
                 name = chunk.name.transfer_name
-                self._replicas.offer(network.transport, name, chunk.data, chunk.frames, reader, urgent)
+                self._replicas.offers.add(network.transport, name, chunk.data, chunk.frames, reader, urgent)
         snapshots = {rank: described for chunk in lent for rank, described in chunk.snapshots.items()}
         where = Where({}, {}, [("", chunk.name, chunk.frames) for chunk in lent])
-        return where.encode(), encode_described([snapshots[rank] for rank in sorted(snapshots)])
+        return [where.encode(), encode_described([snapshots[rank] for rank in sorted(snapshots)])]
 
-    def _offer_snapshots(self, identity: Identity, ranks: Sequence[int], fields: Mapping[str, Any], then: Then) -> None:
+    async def _offer_snapshots(
+        self, identity: Identity, ranks: Sequence[int], fields: Mapping[str, Any]
+    ) -> list[bytes]:
         """Offers snapshots of this node's ranks, and copies, to other nodes."""
         network, arenas = self._network(), self._arenas_of(identity)
         if not set(ranks) <= arenas.keys():
             raise AgentError(f"not all of the ranks {list(ranks)[:8]} of {identity} are held here")
         if network is None:
-            then([], "")
-            return
-
-        def published(found: list[DescribedSnapshot], error: str) -> None:
-            then([] if error else [encode_described(found)], error)
-
+            return []
         given = {rank: arenas[rank] for rank in ranks}
         reader, urgent = str(fields.get("reader", "")), bool(fields.get("urgent"))
-        self._replicas.publish(network.transport, identity, given, published, reader, urgent)
+        offers = self._replicas.offers
+        return [encode_described(await offers.publish(network.transport, identity, given, reader, urgent))]
 
     # -- making again
 
-    def _rebuild(
+    async def _rebuild(
         self,
         identity: Identity,
         rank: int,
@@ -283,37 +304,36 @@ class ReplicaService:
         snapshots: Mapping[int, DescribedSnapshot],
         order: Sequence[Row],
         fields: Mapping[str, Any],
-        then: Then,
-    ) -> None:
+    ) -> list[bytes]:
         if rank in self._arenas_of(identity):
-            then([], "")
-            return
+            return []
         where.check_sizes(snapshots)
         missing = {each for _, name, _ in where.chunks for each in name.stripe.ranks} - where.node_by_rank.keys()
         origins, parities = self._origins(identity, where, snapshots), self._parity_origins(where)
         sizes = {each: found.staged_bytes for each, found in snapshots.items()}
         if rank not in rebuildable_ranks(missing, sizes, parities):
             raise AgentError(f"rank {rank} of {identity} cannot be made again from what is told to be left of it")
-        urgent = bool(fields.get("urgent"))
-        key, folding = (identity, rank), self._create_worker(urgent)
-
-        def begin() -> None:
-            remake = lambda: folding.rebuild_snapshot(key, snapshots[rank], missing, parities, origins, order)  # noqa: E731
-            self._workers.run(Lane.REBUILD if urgent else Lane.PARITY, remake, made)
-
-        def made(done: Future[Arena]) -> None:
-            error = failure(done)
-            if not error:
-                self._replicas.add_rebuilt(key, done.result())
+        urgent, described = bool(fields.get("urgent")), snapshots[rank]
+        key, worker = (identity, rank), self._create_worker(urgent)
+        work = RebuildWork(
+            described.arena_bytes,
+            int(fields["reserve_bytes"]),
+            urgent,
+            str(fields.get("reader", "")),
+            lambda: worker.filled_bytes,
+        )
+        await self._rebuild_queue.enqueue(work)
+        remake = lambda: worker.rebuild_snapshot(key, described, missing, parities, origins, order)  # noqa: E731
+        try:
+            arena = await run_on(self._workers, Lane.REBUILD if urgent else Lane.PARITY, remake)
+        except CkptError:
             self._rebuild_queue.end_work(work)
-            if folding.damaged_transfer:
-                then([folding.damaged_transfer.encode()], "")
-            else:
-                then([], error)
-
-        size, leave, reader = snapshots[rank].arena_bytes, int(fields["reserve_bytes"]), str(fields.get("reader", ""))
-        work = RebuildWork(size, leave, urgent, reader, lambda: folding.filled_bytes, begin, lambda why: then([], why))
-        self._rebuild_queue.enqueue(work)
+            if not worker.damaged_transfer:
+                raise
+            return [worker.damaged_transfer.encode()]
+        self._replicas.add_rebuilt(key, arena)
+        self._rebuild_queue.end_work(work)
+        return []
 
     # -- small steps
 

@@ -1,4 +1,4 @@
-"""The replica store of one node: keeps copies and parity chunks for peers, and offers its memory to peers.
+"""The replica store of one node: keeps copies and parity chunks for peers.
 
 It evicts when it is told: by a coordinator (`evict_superseded`, `evict_older_than`, `evict_epoch`), by a start
 (`evict_epochs_before`), and by node_memory.py when memory runs short (`evict`).
@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from ckpt.agent.net.progress import Progress
 from ckpt.agent.net.tcp_receiver import Fetch
 from ckpt.agent.net.tcp_sender import Transport
-from ckpt.agent.net.transport import Frames
-from ckpt.agent.runtime.workers import Lane, Workers, failure
-from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName, describe_snapshots
+from ckpt.agent.replication.replica_offers import ReplicaOffers, transfer_name
+from ckpt.agent.runtime.coroutines import Promise, gather, promise_of
+from ckpt.agent.runtime.workers import Workers
+from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName
 from ckpt.agent.snapshots.inventory import Inventory, Key, find_sealed_snapshot
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.addresses import Address
@@ -37,16 +38,6 @@ FAILED_MAX = 2
 ReplicaName = Key | ParityChunkName
 
 
-def transfer_name(identity: Identity, rank: int) -> str:
-    """The name under which that rank's whole snapshot is offered."""
-    return f"copy/{identity}/{rank}"
-
-
-def _identity_of(transfer: str) -> Identity:
-    """The checkpoint that an offer is of: the second part of its name."""
-    return Identity.parse(transfer.split("/")[1])
-
-
 def _checkpoint_of(name: ReplicaName) -> Identity:
     return name.identity if isinstance(name, ParityChunkName) else name[0]
 
@@ -55,22 +46,30 @@ def _bytes(arenas: Iterable[Arena]) -> int:
     return sum(arena.size_bytes for arena in arenas)
 
 
+@dataclass(eq=False, slots=True)
+class _Incoming:
+    """A copy that is being fetched from agent `source`, or a chunk that is being made (`fetch` is None). `is_evicted`:
+    nobody wants the replica any more. `landed`: settled when the copy has come, or has failed."""
+
+    arena: Arena
+    source: str = ""
+    fetch: Fetch | None = None
+    is_evicted: bool = False
+    landed: Promise[None] = field(default_factory=Promise)
+
+
 class ReplicaStore:
-    """Replicas that this node keeps for peers, and the transfers it offers them. `arenas_by_key`: complete, verified
-    copies. `chunks_by_name`: complete parity chunks."""
+    """Replicas that this node keeps for peers. `arenas_by_key`: complete, verified copies. `chunks_by_name`: complete
+    parity chunks. `offers`: the transfers that this node offers peers."""
 
     def __init__(self, workers: Workers, post: Callable[[Callable[[], None]], None]) -> None:
         self.arenas_by_key: dict[Key, Arena] = {}
         self.chunks_by_name: dict[ParityChunkName, ParityChunk] = {}
+        self.offers = ReplicaOffers(workers)
         self.progress = Progress()  # of copies that arrive, and of parity that is made here
         self._workers, self._post = workers, post
         self._spare_arenas: list[Arena] = []  # free arenas with warm pages
-        self._readers_by_offer: dict[str, set[str]] = {}  # name of an offer -> its readers
-        self._urgent_offers: set[str] = set()  # names of the urgent offers
-        self._transport: Transport | None = None  # the transport of the offers
-        self._incoming: dict[ReplicaName, Arena] = {}  # copies that are being fetched, and chunks that are being made
-        self._fetches: dict[Key, tuple[Fetch, str]] = {}  # of the copies in `_incoming`, with the agent each comes from
-        self._evicted_incoming: set[ReplicaName] = set()  # those in `_incoming` that were evicted meanwhile
+        self._incoming: dict[ReplicaName, _Incoming] = {}
         self._get_limit_bytes: Callable[[], int] | None = None  # the memory limit in bytes; None: unlimited
         self._leases: Counter[Identity] = Counter()
         self._evicted_leased: list[tuple[Identity, Arena]] = []  # evicted, but still leased
@@ -92,7 +91,8 @@ class ReplicaStore:
     @property
     def used_bytes(self) -> int:
         """`bytes` without the spare arenas."""
-        return _bytes([*self._kept.values(), *self._incoming.values(), *(each for _, each in self._evicted_leased)])
+        incoming = [each.arena for each in self._incoming.values()]
+        return _bytes([*self._kept.values(), *incoming, *(arena for _, arena in self._evicted_leased)])
 
     @property
     def allocated_bytes(self) -> int:
@@ -102,7 +102,7 @@ class ReplicaStore:
     @property
     def unallocated_bytes(self) -> int:
         """Bytes that replicas on their way will still allocate: pages are taken as the data arrives."""
-        return sum(arena.untouched_bytes for arena in self._incoming.values())
+        return sum(each.arena.untouched_bytes for each in self._incoming.values())
 
     @property
     def _kept(self) -> dict[ReplicaName, Arena]:
@@ -129,170 +129,83 @@ class ReplicaStore:
 
     def bytes_of(self, epoch: Epoch) -> int:
         """Bytes kept and on their way of that epoch's checkpoints, with all spare memory."""
-        of_epoch = [
-            arena
-            for name, arena in [*self._kept.items(), *self._incoming.items()]
-            if _checkpoint_of(name).epoch == epoch
-        ]
+        arenas = self._kept | {name: each.arena for name, each in self._incoming.items()}
+        of_epoch = [arena for name, arena in arenas.items() if _checkpoint_of(name).epoch == epoch]
         return _bytes([*of_epoch, *self._spare_arenas])
-
-    # -- as the node that has the original
-
-    def publish(
-        self,
-        transport: Transport,
-        identity: Identity,
-        arenas: Mapping[int, Arena],
-        then: Callable[[list[DescribedSnapshot], str], None],
-        reader: str = "",
-        urgent: bool = False,
-    ) -> None:
-        """Lets other nodes fetch these ranks' snapshots. The caller leaves the arenas unchanged until `withdraw`.
-        `then` hears the descriptions that the readers need, and "" or the error. `reader`: who will `withdraw`, where
-        there are several readers. `urgent`: a start waits for the snapshots."""
-
-        def found(done: Future[list[DescribedSnapshot]]) -> None:
-            error = failure(done)
-            if error:
-                then([], error)
-                return
-            try:
-                for each in done.result():
-                    name = transfer_name(identity, each.rank)
-                    self.offer(transport, name, arenas[each.rank].view, each.frames, reader, urgent)
-            except (CkptError, ValueError) as exc:  # ValueError: the arena was closed.
-                then([], str(exc))
-                return
-            then(done.result(), "")
-
-        self._workers.run(Lane.FRONT if urgent else Lane.MEMORY, lambda: describe_snapshots(identity, arenas), found)
-
-    def offer(
-        self, transport: Transport, name: str, source: memoryview, frames: Frames, reader: str, urgent: bool = False
-    ) -> None:
-        """Lets other nodes fetch `source` under `name`, until `withdraw`. `urgent`: see Transport.offer; an existing
-        offer becomes urgent, and its readers connect anew. Errors: AgentError; ValueError if the memory was closed."""
-        if name in self._readers_by_offer and urgent and name not in self._urgent_offers:
-            transport.withdraw(name)
-            transport.offer(name, source, frames, urgent)
-        elif name not in self._readers_by_offer:
-            transport.offer(name, source, frames, urgent)
-        if urgent:
-            self._urgent_offers.add(name)
-        self._transport = transport
-        self._readers_by_offer.setdefault(name, set()).add(reader)
-
-    @property
-    def readers(self) -> set[str]:
-        """The readers of all offers."""
-        return set[str]().union(*self._readers_by_offer.values())
-
-    def is_offered(self, identity: Identity) -> bool:
-        return any(_identity_of(name) == identity for name in self._readers_by_offer)
-
-    def withdraw(self, identity: Identity | None, reader: str = "") -> None:
-        """Ends that reader's use of all offers of the checkpoint; None: of all checkpoints. An offer without readers
-        ends."""
-        for name, readers in list(self._readers_by_offer.items()):
-            if reader in readers and identity in (None, _identity_of(name)):
-                readers.discard(reader)
-                if not readers:
-                    self._end_offer(name)
 
     # -- as the node that keeps it
 
-    def fetch_replicas(
+    async def fetch_replicas(
         self,
         transport: Transport,
         identity: Identity,
         source: str,
         addresses: Sequence[Address],
         wanted: Sequence[DescribedSnapshot],
-        then: Callable[[str], None],
     ) -> None:
-        """Copies these snapshots from agent `source`. `then` hears "" once all are here and right, else the error."""
-        left = {each.rank for each in wanted}
-        errors: list[str] = []
+        """Copies these snapshots from agent `source`. Errors: the first error, once all have come or failed."""
+        errors: list[CkptError] = []
 
-        def ended(rank: int, error: str) -> None:
-            left.discard(rank)
-            errors.extend([error] if error else [])
-            if not left:
-                self.record_transfer(identity, source, not errors)
-                then(errors[0] if errors else "")
+        async def fetch(each: DescribedSnapshot) -> None:
+            try:
+                await self._fetch_replica(transport, (identity, each.rank), source, addresses, each)
+            except CkptError as exc:
+                errors.append(exc)
 
-        if not left:
-            self._post(lambda: then(""))
         self.evict_to_fit([each.arena_bytes for each in wanted if (identity, each.rank) not in self.arenas_by_key])
-        for each in wanted:
-            self._fetch_replica(transport, identity, source, addresses, each, ended)
+        await gather(map(fetch, wanted))
+        if wanted:
+            self.record_transfer(identity, source, not errors)
+        if errors:
+            raise errors[0]
 
-    def _fetch_replica(
+    async def _fetch_replica(
         self,
         transport: Transport,
-        identity: Identity,
+        key: Key,
         source: str,
         addresses: Sequence[Address],
         wanted: DescribedSnapshot,
-        ended: Callable[[int, str], None],
     ) -> None:
-        key = identity, wanted.rank
-        if key in self.arenas_by_key:
-            self._post(lambda: ended(wanted.rank, ""))
-            return
         if key in self._incoming:
-
-            def landed() -> None:
-                why = "" if key in self.arenas_by_key else "it was on its way already, and has not come"
-                ended(wanted.rank, why)
-
-            # It runs after `fetched`.
-            self._fetches[key][0].completion.add_done_callback(lambda done: self._post(landed))
+            await self._incoming[key].landed
+            if key not in self.arenas_by_key:
+                raise AgentError("it was on its way already, and has not come")
+        if key in self.arenas_by_key:
             return
         try:
             arena = self._take_arena(wanted.arena_bytes)
         except (OSError, AgentError) as exc:
-            self._post(lambda error=f"no memory for a copy: {exc}": ended(wanted.rank, error))  # type: ignore[misc]
-            return
+            raise AgentError(f"no memory for a copy: {exc}") from exc
         arena.begin_fill()
-        fetch = transport.fetch(
-            source,
-            addresses,
-            transfer_name(identity, wanted.rank),
-            arena.view[: arena.size_bytes],
-            wanted.frames,
-            landed=self.progress.advance,
-        )
-        self._incoming[key], self._fetches[key] = arena, (fetch, source)
-
-        def fetched(done: Future[None]) -> None:
-            self._incoming.pop(key, None)
-            self._fetches.pop(key, None)
-            error = failure(done)
-            if not error:
-                error = self._seal_replica(key, arena, wanted)
-            self._evicted_incoming.discard(key)
-            if error:
-                self._recycle_arena(arena)
-            ended(wanted.rank, error)
-
-        fetch.completion.add_done_callback(lambda done: self._post(lambda: fetched(done)))
+        at, room = (source, addresses, transfer_name(*key)), arena.view[: arena.size_bytes]
+        fetch = transport.fetch(*at, room, wanted.frames, landed=self.progress.advance)
+        incoming = self._incoming[key] = _Incoming(arena, source, fetch)
+        try:
+            await promise_of(fetch.completion, self._post)
+            self._seal_replica(key, incoming, wanted)
+        except Exception:
+            self._recycle_arena(arena)
+            raise
+        finally:
+            del self._incoming[key]
+            incoming.landed.set_result(None)
 
     def handle_disconnect(self, source: str) -> None:
         """Agent `source` has disconnected: cancels the copies from it at once, before their transfers time out."""
-        for fetch, _ in [each for each in self._fetches.values() if each[1] == source]:
-            fetch.cancel()
+        for each in list(self._incoming.values()):
+            if each.fetch is not None and each.source == source:
+                each.fetch.cancel()
 
-    def _seal_replica(self, key: Key, arena: Arena, wanted: DescribedSnapshot) -> str:
-        if key in self._evicted_incoming or self._is_outdated(key[0]):
-            return f"nobody goes on from {key[0]} any more"
-        arena.write_header_page(wanted.first_page)
-        found = find_sealed_snapshot(arena)
+    def _seal_replica(self, key: Key, incoming: _Incoming, wanted: DescribedSnapshot) -> None:
+        """Errors: AgentError if the replica is not wanted any more, or is not what it should be."""
+        if incoming.is_evicted or self._is_outdated(key[0]):
+            raise AgentError(f"nobody goes on from {key[0]} any more")
+        incoming.arena.write_header_page(wanted.first_page)
+        found = find_sealed_snapshot(incoming.arena)
         if found is None or found[0] != key:
-            arena.begin_fill()
-            return f"what came as rank {key[1]} of {key[0]} says that it is something else"
-        self.arenas_by_key[key] = arena
-        return ""
+            raise AgentError(f"what came as rank {key[1]} of {key[0]} says that it is something else")
+        self.arenas_by_key[key] = incoming.arena
 
     # -- letting go
 
@@ -339,11 +252,11 @@ class ReplicaStore:
 
     def evict(self, goes: Callable[[Identity], bool]) -> None:
         """Evicts these checkpoints, and cancels what is still on its way of them. Leased copies go at `release`."""
-        self._evicted_incoming.update(name for name in self._incoming if goes(_checkpoint_of(name)))
-        for fetch in [fetch for key, (fetch, _) in self._fetches.items() if goes(key[0])]:
-            fetch.cancel()
-        for offer in [offer for offer in self._readers_by_offer if goes(_identity_of(offer))]:
-            self._end_offer(offer)
+        for each in [each for name, each in self._incoming.items() if goes(_checkpoint_of(name))]:
+            each.is_evicted = True
+            if each.fetch is not None:
+                each.fetch.cancel()
+        self.offers.end_all(goes)
         self._failed_transfers = {each for each in self._failed_transfers if not goes(each[0])}
         self._replacements = {identity: names for identity, names in self._replacements.items() if not goes(identity)}
         self._evict_replicas([name for name in self._kept if goes(_checkpoint_of(name))])
@@ -351,10 +264,10 @@ class ReplicaStore:
     def _evict_replicas(self, names: Iterable[ReplicaName]) -> None:
         for name in names:
             if isinstance(name, ParityChunkName):
-                self._end_offer(name.transfer_name)
+                self.offers.end(name.transfer_name)
                 arena = self.chunks_by_name.pop(name).arena
             else:
-                self._end_offer(transfer_name(*name))
+                self.offers.end(transfer_name(*name))
                 arena = self.arenas_by_key.pop(name)
             if self._leases[_checkpoint_of(name)]:
                 self._evicted_leased.append((_checkpoint_of(name), arena))
@@ -369,13 +282,6 @@ class ReplicaStore:
     def plan_replacement(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
         """As `evict_other_chunks`, but once the checkpoint is replicated: until then the other chunks replicate it."""
         self._replacements[identity] = frozenset(names)
-
-    def _end_offer(self, name: str) -> None:
-        """Ends an offer even while it has readers: its memory will be used again."""
-        if self._transport is not None and name in self._readers_by_offer:
-            self._transport.withdraw(name)
-            del self._readers_by_offer[name]
-            self._urgent_offers.discard(name)
 
     def lease(self, identity: Identity) -> None:
         """Protects the replicas of that checkpoint from reuse until `release`. Leases are counted."""
@@ -426,10 +332,12 @@ class ReplicaStore:
         return freed
 
     def close(self) -> None:
-        for fetch, _ in self._fetches.values():
-            fetch.cancel()
-        leased = [arena for _, arena in self._evicted_leased]
-        self._workers.close_arenas([*self._incoming.values(), *self._kept.values(), *leased, *self._spare_arenas])
+        incoming, leased = list(self._incoming.values()), [arena for _, arena in self._evicted_leased]
+        for each in incoming:
+            if each.fetch is not None:
+                each.fetch.cancel()
+        arenas = [*(each.arena for each in incoming), *self._kept.values(), *leased, *self._spare_arenas]
+        self._workers.close_arenas(arenas)
         self.arenas_by_key.clear()
         self.chunks_by_name.clear()
         self._evicted_leased.clear()
@@ -470,18 +378,18 @@ class ReplicaStore:
 
     def begin_chunk(self, name: ParityChunkName) -> Arena:
         """An arena for that chunk, with arbitrary contents, until `end_chunks`. Errors: AgentError, OSError."""
-        self._incoming[name] = arena = self._take_arena(name.stripe.length)
+        arena = self._take_arena(name.stripe.length)
+        self._incoming[name] = _Incoming(arena)
         return arena
 
     def end_chunks(self, names: Iterable[ParityChunkName], made: Collection[ParityChunk]) -> str:
         """Ends chunks that were begun; `made` are complete. Returns why some of `made` are not kept; "" if all are."""
-        unwanted = {c.name for c in made if c.name in self._evicted_incoming or self._is_outdated(c.name.identity)}
+        incoming = {name: self._incoming.pop(name) for name in names}
+        unwanted = {c.name for c in made if incoming[c.name].is_evicted or self._is_outdated(c.name.identity)}
         self.chunks_by_name.update((chunk.name, chunk) for chunk in made if chunk.name not in unwanted)
-        for name in names:
-            arena = self._incoming.pop(name)
-            self._evicted_incoming.discard(name)
+        for name, each in incoming.items():
             if name not in self.chunks_by_name:
-                self._recycle_arena(arena)
+                self._recycle_arena(each.arena)
         return f"nobody goes on from {next(iter(unwanted)).identity} any more" if unwanted else ""
 
     def _take_arena(self, size: int) -> Arena:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.replication.parity_worker import WORK_BYTES
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.replicate import Assignment, Replication, assign_parity
+from ckpt.agent.replication.replicate import Assignment, assign_parity, replicate
 from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated
+from ckpt.agent.runtime.coroutines import spawn
 from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.state.retention_rule import surviving_nodes
 from ckpt.ipc.failure_domains import find_lost_with_hosts, relevant_domains, without_host
@@ -256,7 +257,7 @@ class ReplicationManager:
         """Replicates a checkpoint under the current placement. `safe`: the newest replicated checkpoint so far.
         `needed`: who keeps the replicas of `safe` that must stay; None: unknown.
         `then` is called once, with "" when every replica is in place and verified, else with the error. It returns
-        whether peers may drop older replicas; see Replication."""
+        whether peers may drop older replicas; see `replicate`."""
         placement = self.placement
         assert placement is not None
         # A checkpoint that is replicated already keeps its placement until this replication succeeds.
@@ -292,7 +293,7 @@ class ReplicationManager:
                 for holder in kept.holders
             ]
         services = self._network, self._replicas, self._service, nodes
-        Replication(*services, identity, assignments, ended, safe, named if needed is not None else None).begin()
+        spawn(replicate(*services, identity, assignments, ended, safe, named if needed is not None else None))
 
     def find_replicated(
         self,
@@ -317,14 +318,16 @@ class ReplicationManager:
         }
         own.announced_replicated = max(filter(None, (safe, own.announced_replicated)), default=None)
 
-        def ended(found: SafeCheckpoint | None) -> None:
+        async def find() -> None:
+            wanted = [max(1, losses.get(rank, 0)) for rank in range(world)]
+            found = await find_replicated(self._network, nodes, own, epoch, wanted)
             if found is not None and found.newest is not None:
                 # Its holders are unknown: a peer may keep a replica from before this agent was started.
                 self._nodes_involved.pop(found.newest, None)
             then(found)
 
         nodes = [*self._nodes, *(each.node for each in self._memory_nodes())]
-        find_replicated(self._network, nodes, own, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], ended)
+        spawn(find())
 
 
 def _involved_nodes(placement: Placement) -> set[str]:

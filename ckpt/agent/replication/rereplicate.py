@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.replicate import Assignment, Replication
-from ckpt.agent.replication.survey import survey_nodes
+from ckpt.agent.replication.replicate import Assignment, make_replicas
+from ckpt.agent.replication.survey import survey
+from ckpt.agent.runtime.coroutines import Promise, Task, spawn
 from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.errors import AgentError, CkptError
 from ckpt.placement.groups import PlacementNode
-from ckpt.placement.rereplication import plan_rereplication
+from ckpt.placement.rereplication import Copy, Reprotection, plan_rereplication
 from ckpt.types import Identity, format_count
 
 if TYPE_CHECKING:
@@ -71,70 +73,87 @@ class Rereplication:
         report: Callable[[bool], None],
     ) -> None:
         self.identity = identity
-        self._network, self._replicas, self._service = network, copies, service
+        self.is_copying = False
+        self._network, self._service = network, service
         self._get_nodes, self._get_own, self._rebuild = nodes, own, rebuild
         self._guard, self._call_later, self._emit, self._report_replicated = guard, later, emit, report
-        self._replication: Replication | None = None  # the copies under way
         self._failures_by_source: Counter[tuple[int, str]] = Counter()  # (rank, source) -> failed copies
         self._unreliable_holders: set[tuple[int, str]] = set()  # (rank, holder) of snapshots that count no more
         self._short_ranks: tuple[int, ...] = ()  # ranks reported to lack memory for copies
         self._last_action: object = None  # the ranks that the last attempt rebuilt, or the copies that it made
-        self._is_running = self._is_stale = self._is_settled = self._is_ended = False
-        self._next_attempt_s = -math.inf
+        self._attempt: Task[None] | None = None  # the attempt under way, or the last one
+        self._is_stale = False  # a node has come or gone since the attempt began
+        self._is_ended = False
+        self._next_attempt_s = -math.inf  # inf: nothing is left to do
         self._failed_attempts = 0
-
-    @property
-    def is_copying(self) -> bool:
-        return self._replication is not None
 
     @property
     def is_due(self) -> bool:
         """Whether `begin_attempt` is to be called now."""
-        is_idle = not (self._is_running or self._is_settled or self._is_ended)
-        return is_idle and time.monotonic() >= self._next_attempt_s
+        is_idle = self._attempt is None or self._attempt.is_settled
+        return is_idle and not self._is_ended and time.monotonic() >= self._next_attempt_s
 
     def begin_attempt(self, lends: Mapping[str, int], copies: int) -> None:
         """Begins an attempt, when it is due. `lends`: node -> bytes lent. `copies`: how many beside the original."""
-        self._is_running, self._is_stale = True, False
-        nodes = self._get_nodes()
-
-        def surveyed(found: Mapping[str, Inventory], silent: Sequence[str]) -> None:
-            held = Inventory()
-            for name, theirs in {"": self._get_own(), **found}.items():
-                held.merge(theirs, name)
-            if self._is_ended:
-                return
-            if self._is_stale:
-                self._end_attempt()
-            elif self.identity not in held.complete_checkpoints():
-                if silent:
-                    log.warning("%s is not whole on the nodes that answer", self.identity)
-                    self._end_attempt("nodes that may have a part of it have not answered")
-                else:
-                    log.info("%s is not whole in memory any more", self.identity)
-                    self._is_running, self._is_settled = False, True
-            elif missing := held.missing_ranks(self.identity):
-                if not self._is_in_vain(missing):
-                    self._rebuild(held, self._end_attempt)
-            else:
-                self._copy(held, nodes, lends, copies)
-
-        survey_nodes(self._network, nodes, surveyed, guard=self._guard)
+        self._is_stale = False
+        self._attempt = spawn(self._run_attempt(lends, copies), self._guard)
 
     def survey_again(self) -> None:
         """A node has come or gone: begins anew."""
-        self._is_stale, self._is_settled, self._next_attempt_s = self._is_running, False, -math.inf
-        self._last_action = None
+        self._is_stale, self._last_action = True, None
+        self._next_attempt_s = -math.inf
 
     def end(self) -> None:
         """Ends the re-replication; later answers are ignored."""
         self._is_ended = True
-        if self._replication is not None:
-            self._replication.withdraw()
+        if self._attempt is not None:
+            self._attempt.cancel()
 
     # -- inside
 
-    def _copy(self, held: Inventory, nodes: Sequence[NodeAt], lends: Mapping[str, int], copies: int) -> None:
+    async def _run_attempt(self, lends: Mapping[str, int], copies: int) -> None:
+        try:
+            if await self._try(lends, copies):
+                self._next_attempt_s = math.inf
+        except CkptError as exc:
+            log.warning("%s: %s", self.identity, exc)
+            self._failed_attempts, self._last_action = self._failed_attempts + 1, None
+            again_s = retry_delay_s(self._failed_attempts)
+            if not self._is_stale:
+                self._next_attempt_s = time.monotonic() + again_s
+            self._call_later(again_s, lambda: None)  # wakes the event loop, which calls `begin_attempt`
+
+    async def _try(self, lends: Mapping[str, int], copies: int) -> bool:
+        """One attempt. Returns whether nothing is left to do until a node comes or goes. Errors: CkptError; the next
+        attempt follows later."""
+        nodes = self._get_nodes()
+        found, silent = await survey(self._network, nodes)
+        if self._is_stale:
+            return False
+        held = Inventory()
+        for name, theirs in {"": self._get_own(), **found}.items():
+            held.merge(theirs, name)
+        if self.identity not in held.complete_checkpoints():
+            if silent:
+                raise AgentError("nodes that may have a part of it have not answered")
+            log.info("%s is not whole in memory any more", self.identity)
+            return True
+        if missing := held.missing_ranks(self.identity):
+            self._begin_action(missing)
+            rebuilt = Promise[None]()
+            self._rebuild(held, lambda error: rebuilt.set_outcome(None, error))
+            await rebuilt
+            return False
+        plan, sizes = self._plan(held, nodes, lends, copies)
+        if plan.replicas:
+            self._begin_action(plan.replicas)
+            await self._copy(nodes, plan.replicas, sizes)
+        return not plan.replicas
+
+    def _plan(
+        self, held: Inventory, nodes: Sequence[NodeAt], lends: Mapping[str, int], copies: int
+    ) -> tuple[Reprotection, dict[int, int]]:
+        """The plan, and the bytes of each rank's snapshot."""
         me, intact = self._network.agent_name, held.parity_protected_ranks(self.identity, copies)
         holders: dict[int, list[str]] = {}
         for rank, names in held.holders_by_rank(self.identity).items():
@@ -157,28 +176,21 @@ class Rereplication:
             )
         self._short_ranks = plan.short_ranks
         self._report_replicated(not (plan.replicas or plan.short_ranks))
-        if not plan.replicas:
-            self._is_running, self._is_settled = False, True
-            return
-        if self._is_in_vain(plan.replicas):
-            return
-        began_s = time.monotonic()
-        assignments = [Assignment(copy.holder, {copy.source: copy.ranks}) for copy in plan.replicas]
-        then = lambda error: self._on_copied(assignments, sizes, error, began_s)  # noqa: E731
-        services = self._network, self._replicas, self._service, nodes
-        self._replication = Replication(*services, self.identity, assignments, then, evicts=False)
-        self._replication.begin()
+        return plan, sizes
 
-    def _on_copied(
-        self, assignments: Sequence[Assignment], sizes: Mapping[int, int], error: str, began_s: float
-    ) -> None:
-        replication, self._replication = self._replication, None
-        if self._is_ended or replication is None:
-            return
+    async def _copy(self, nodes: Sequence[NodeAt], copies: Sequence[Copy], sizes: Mapping[int, int]) -> None:
+        """Makes these copies. Errors: AgentError if one of them fails."""
+        began_s = time.monotonic()
+        assignments = [Assignment(copy.holder, {copy.source: copy.ranks}) for copy in copies]
+        self.is_copying = True
+        try:
+            errors = await make_replicas(self._service, nodes, self.identity, assignments, evicts=False)
+        finally:
+            self.is_copying = False
         made: list[tuple[str, str, list[int]]] = []
         for each in assignments:
             ((source, ranks),) = each.ranks_by_source.items()
-            if each in replication.errors:
+            if each in errors:
                 self._failures_by_source.update((rank, source) for rank in ranks)
                 continue
             made.append((source, each.holder, list(ranks)))
@@ -194,27 +206,16 @@ class Rereplication:
             "bytes": count,
             "seconds": seconds,
         }
-        if error:
+        if errors:
+            error = next(iter(errors.values()))
             text = f"step {step} has lost copies, and not all are made again: {error}"
             self._emit("replication.failed", text, True, facts)
-        else:
-            text = f"step {step} had lost copies: {count >> 20:,} MiB are in other nodes' memory again"
-            self._emit("replica.restored", f"{text} after {seconds:.2f} s", False, facts)
-        self._end_attempt(error)
+            raise AgentError(error)
+        text = f"step {step} had lost copies: {count >> 20:,} MiB are in other nodes' memory again"
+        self._emit("replica.restored", f"{text} after {seconds:.2f} s", False, facts)
 
-    def _is_in_vain(self, action: object) -> bool:
-        """Whether the last attempt did the same, without a lasting effect. The attempt ends then, and is made later."""
+    def _begin_action(self, action: object) -> None:
+        """Errors: AgentError if the last attempt did the same, without a lasting effect."""
         is_repeated, self._last_action = action == self._last_action, action
         if is_repeated:
-            log.warning("replicas of %s did not stay where they were made", self.identity)
-            self._end_attempt("replicas did not stay where they were made")
-        return is_repeated
-
-    def _end_attempt(self, error: str = "") -> None:
-        """The next attempt is due: now, or after `error` later."""
-        self._is_running = False
-        if error:
-            self._failed_attempts, self._last_action = self._failed_attempts + 1, None
-            again_s = retry_delay_s(self._failed_attempts)
-            self._next_attempt_s = time.monotonic() + again_s if not self._is_stale else -math.inf
-            self._call_later(again_s, lambda: None)  # wakes the event loop, which calls `begin_attempt`
+            raise AgentError("replicas did not stay where they were made")

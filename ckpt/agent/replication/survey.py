@@ -10,19 +10,20 @@ place that survives at least as many losses. If a node does not answer, nothing 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt.agent.net.peer_network import PeerNetwork, answered, connected
+from ckpt.agent.runtime.coroutines import CallLater, Guard, gather, race, spawn, time_out
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import AgentError
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import PeerNetwork
-    from ckpt.ipc.messages import Message
     from ckpt.ipc.node_list import NodeAt
 
 log = logging.getLogger("ckpt")
@@ -79,22 +80,14 @@ def _survived_losses(every: Inventory, identity: Identity, losses: Sequence[int]
     ]
 
 
-def find_replicated(
-    network: PeerNetwork,
-    nodes: Iterable[NodeAt],
-    own: Inventory,
-    epoch: Epoch,
-    losses: Sequence[int],
-    then: Callable[[SafeCheckpoint | None], None],
-) -> None:
-    """Surveys the nodes. `own`: this node's inventory. `then` hears the result, or None if a node did not answer. See
-    `survey_nodes`, `newest_replicated`."""
-
-    def surveyed(found: Mapping[str, Inventory], silent: Sequence[str]) -> None:
-        held = {name: each.filter_epoch(epoch) for name, each in {network.agent_name: own, **found}.items()}
-        then(newest_replicated(held, losses) if not silent else None)
-
-    survey_nodes(network, nodes, surveyed)
+async def find_replicated(
+    network: PeerNetwork, nodes: Iterable[NodeAt], own: Inventory, epoch: Epoch, losses: Sequence[int]
+) -> SafeCheckpoint | None:
+    """Surveys the nodes. Returns the result, or None if a node did not answer. `own`: this node's inventory. See
+    `survey`, `newest_replicated`."""
+    found, silent = await survey(network, nodes)
+    held = {name: each.filter_epoch(epoch) for name, each in {network.agent_name: own, **found}.items()}
+    return newest_replicated(held, losses) if not silent else None
 
 
 def survey_nodes(
@@ -102,52 +95,47 @@ def survey_nodes(
     nodes: Iterable[NodeAt],
     then: OnSurveyed,
     fields: Mapping[str, Any] = NO_LEASE,
-    guard: Callable[[Callable[[], None]], None] = lambda what: what(),
-    later: Callable[[float, Callable[[], None]], object] | None = None,
+    guard: Guard | None = None,
+    later: CallLater | None = None,
     asked: Callable[[NodeAt], object] = lambda node: None,
 ) -> None:
-    """Asks the other nodes among `nodes` for their inventories. `then` is called once: later, or within this call if
-    there is no other node. `fields`: of the message. `guard`: runs a function while the result is still wanted.
-    `later`: a timer; nodes are dialled then, and those that do not answer within SURVEY_TIMEOUT_S count as silent.
-    `asked`: hears each node that gets the message."""
+    """`survey`, for a caller that takes a callback. `guard`: runs a function while the result is still wanted."""
+
+    async def run() -> None:
+        then(*await survey(network, nodes, fields, later, asked))
+
+    spawn(run(), guard)
+
+
+async def survey(
+    network: PeerNetwork,
+    nodes: Iterable[NodeAt],
+    fields: Mapping[str, Any] = NO_LEASE,
+    later: CallLater | None = None,
+    asked: Callable[[NodeAt], object] = lambda node: None,
+) -> tuple[dict[str, Inventory], list[str]]:
+    """Asks the other nodes among `nodes` for their inventories. Returns these by node, and the nodes that did not
+    answer. `fields`: of the message. `later`: a timer; nodes are dialled then, and those that do not answer within
+    SURVEY_TIMEOUT_S count as silent. `asked`: hears each node that gets the message."""
     others = {node.name: node for node in nodes if node.name != network.agent_name}
-    pending, found = set(others), dict[str, Inventory]()
+    found: dict[str, Inventory] = {}
 
-    def end_if_complete() -> None:
-        if not pending:
-            then(found, [name for name in others if name not in found])
-
-    def ask(node: NodeAt, error: str) -> None:
-        if error:
-            answered(node.name, None, error)
-        elif node.name in pending:
-            asked(node)
-            message = {"t": "survey", **fields}
-            network.request(node.name, message, (), lambda *told: guard(lambda: answered(node.name, *told)))
-
-    def answered(name: str, answer: Message | None, error: str) -> None:
-        if name not in pending:
-            return  # too late
-        pending.discard(name)
+    async def ask_node(node: NodeAt) -> None:
+        answer = None
         try:
-            if answer is None:
-                raise AgentError(error)
-            found[name] = Inventory.unpack(answer.blobs[0])
+            if later is not None:
+                await connected(network, node)
+            asked(node)
+            answer = await answered(network, node.name, {"t": "survey", **fields})
+            found[node.name] = Inventory.unpack(answer.blobs[0])
         except Exception as exc:  # A malformed answer can raise anything, and someone waits for the result.
-            level = logging.INFO if answer is None else logging.WARNING
-            log.log(level, "what agent %s holds is not known: %s", name, exc)
-        end_if_complete()
+            level = logging.INFO if isinstance(exc, AgentError) and answer is None else logging.WARNING
+            log.log(level, "what agent %s holds is not known: %s", node.name, exc)
 
-    def end_late() -> None:
-        if pending:
-            pending.clear()
-            end_if_complete()
-
-    end_if_complete()
-    for node in others.values():
-        if later is None:
-            ask(node, "")
-        else:
-            network.connect(node, lambda error, node=node: guard(lambda: ask(node, error)))  # type: ignore[misc]
-    if later is not None and others:
-        later(SURVEY_TIMEOUT_S, lambda: guard(end_late))
+    asking = gather(map(ask_node, others.values()))
+    if later is None or not others:
+        await asking
+    else:
+        with contextlib.suppress(TimeoutError):
+            await race(asking, time_out(later, SURVEY_TIMEOUT_S))
+    return found, [name for name in others if name not in found]

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from ckpt.agent.replication.rebuild import NodeByRank, Rebuild
+from ckpt.agent.replication.rebuild import Rebuild
 from ckpt.agent.replication.replica_service import ReplicaService
-from ckpt.agent.restore.partial_match import AskingForPart
+from ckpt.agent.restore.manifest_request import RankMissing, gather_manifest
+from ckpt.agent.restore.partial_match import match_part
+from ckpt.agent.runtime.coroutines import CallLater, Guard, race, sleep, start
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest, ManifestGather
+from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest
+from ckpt.errors import AgentError, CkptError
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.arena import Arena
 from ckpt.types import Identity
@@ -42,7 +45,7 @@ class CheckpointCollector:
         inventory: Inventory,
         nodes: Sequence[NodeAt],
         others: Sequence[NodeAt],
-        guard: Callable[[Callable[[], None]], None],
+        guard: Guard,
         urgent: bool = False,
     ) -> None:
         """`inventory`: what all nodes hold; rebuilds and damage update it. `nodes`: those that may rebuild, this
@@ -55,98 +58,88 @@ class CheckpointCollector:
 
     def collect_whole(self, identity: Identity, then: Callable[[GatheredManifest | None, str], None]) -> None:
         """Collects the whole checkpoint. Ranks that no node holds, or that turn out damaged, are rebuilt first."""
-        missing = self._inventory.missing_ranks(identity)
-        if not missing:
-            self._gather(identity, then)
-            return
+        start(self._collect_whole(identity), then, self._guard)
 
-        def made(error: str) -> None:
-            if error:
-                then(None, error)
-            else:
-                self.collect_whole(identity, then)
-
-        self.rebuild(identity, missing, {}, made)
+    async def _collect_whole(self, identity: Identity) -> GatheredManifest:
+        inventory = self._inventory
+        while True:
+            if missing := inventory.missing_ranks(identity):
+                await self._rebuild(identity, missing, {})
+            holders, arenas = inventory.holders_by_rank(identity), self._arenas_of(identity)
+            try:
+                return await gather_manifest(self._network, self._workers, identity, holders, arenas)
+            except RankMissing as exc:
+                inventory.mark_damaged(identity, exc.rank)
+                if identity not in inventory.complete_checkpoints():
+                    raise
+                log.warning("%s: %s; it is made again from parity", identity, exc)
 
     def collect_part(
         self,
         identity: Identity,
         manifest: Manifest,
         leave: Mapping[str, int],
-        later: Callable[[float, Callable[[], None]], None],
+        later: CallLater,
         moves: Callable[[], object],
         then: Callable[[FramePlaces | None, str], None],
     ) -> None:
         """Finds frames in memory of a checkpoint that the store has, too. `manifest`: of its record. Lost ranks are
         rebuilt, as far as possible. Ranks not rebuilt in time, or that do not fit in memory, are read from the store.
         `leave`: by node, bytes that the job needs, see Rebuild. `moves`: returns a new value after any progress."""
+        start(self._collect_part(identity, manifest, leave, later, moves), then, self._guard)
 
-        def ask(error: str) -> None:
-            if error:
-                log.warning("%s, and is read from the store", error)
-            holders = {rank: names for rank, names in self._inventory.holders_by_rank(identity).items() if names}
-            services, arenas = (self._network, self._workers), self._arenas_of(identity)
-            ended = lambda places, error: self._guard(lambda: then(places, error))  # noqa: E731
-            AskingForPart(*services, identity, manifest, holders, arenas, later, ended).begin()
-
+    async def _collect_part(
+        self,
+        identity: Identity,
+        manifest: Manifest,
+        leave: Mapping[str, int],
+        later: CallLater,
+        moves: Callable[[], object],
+    ) -> FramePlaces:
         sizes = self._inventory.rebuildable_ranks(identity)
-        if not sizes or identity in self._inventory.unusable_checkpoints:  # Refuted: rebuilds were tried already.
-            ask("")
-            return
-        rebuilding = self.rebuild(identity, sizes, leave, ask)
-        most_bytes = max(max(sizes.values()), sum(sizes.values()) // max(1, len(self._nodes)))
-        looks = int(most_bytes / REBUILD_BYTES_S_MIN / CHECK_S)
-
-        def look(left: int, before: object) -> None:
-            now = moves()
-            if not left or now == before:
-                rebuilding.give_up("it takes too long" if now != before else f"nothing has moved for {CHECK_S:g} s")
-            elif not rebuilding.is_over:
-                later(CHECK_S, lambda: look(left - 1, now))
-
-        first = moves()
-        later(CHECK_S, lambda: look(looks, first))
+        if sizes and identity not in self._inventory.unusable_checkpoints:  # Else rebuilds were tried already.
+            most_bytes = max(max(sizes.values()), sum(sizes.values()) // max(1, len(self._nodes)))
+            looks = int(most_bytes / REBUILD_BYTES_S_MIN / CHECK_S)
+            try:
+                await race(self._rebuild(identity, sizes, leave), _stall(moves, later, looks))
+            except CkptError as exc:
+                log.warning("%s is read from the store in part: %s", identity, exc)
+        holders = {rank: names for rank, names in self._inventory.holders_by_rank(identity).items() if names}
+        services, arenas = (self._network, self._workers), self._arenas_of(identity)
+        return await match_part(*services, identity, manifest, holders, arenas, later)
 
     def rebuild(
         self, identity: Identity, ranks: Collection[int], leave: Mapping[str, int], then: Callable[[str], None]
-    ) -> Rebuild:
+    ) -> None:
         """Has these ranks' snapshots rebuilt, which no node holds. `leave`: see `collect_part`. `then` hears "", or why
         some failed, after the inventory was updated."""
+        start(self._rebuild(identity, ranks, leave), lambda _, error: then(error), self._guard)
+
+    async def _rebuild(self, identity: Identity, ranks: Collection[int], leave: Mapping[str, int]) -> None:
+        """Errors: AgentError if some rank could not be rebuilt. The others are in the inventory then, too."""
         inventory, me = self._inventory, self._me
-
-        def made(found: NodeByRank, error: str) -> None:
-            for rank, name in found.items():
-                inventory.add_rebuilt(identity, rank, "" if name == me else name)
-            then(error)
-
         holders = {rank: [name or me for name in names] for rank, names in inventory.holders_by_rank(identity).items()}
         unfit = {rank: [name or me for name in inventory.damaged_holders.get((identity, rank), ())] for rank in ranks}
         names = [node.name for node in self._nodes] or [me]
         at = {rank: [name for name in names if name not in unfit[rank]] for rank in ranks}
-        ended = lambda found, error: self._guard(lambda: made(found, error))  # noqa: E731
         givers = [*self._nodes, *self._memory_nodes] if self._nodes else []
-        what = self._service, givers, identity, holders, at, ended, me, leave
-        rebuilding = Rebuild(*what, urgent=self._urgent)
-        rebuilding.begin()
-        return rebuilding
+        rebuilding = Rebuild(self._service, givers, identity, holders, at, me, leave, self._urgent)
+        try:
+            error = await rebuilding.run()
+        finally:
+            for rank, name in rebuilding.node_by_rank.items():
+                inventory.add_rebuilt(identity, rank, "" if name == me else name)
+        if error:
+            raise AgentError(error)
 
-    # -- inside
 
-    def _gather(self, identity: Identity, then: Callable[[GatheredManifest | None, str], None]) -> None:
-        inventory, arenas = self._inventory, self._arenas_of(identity)
-
-        def gathered(found: GatheredManifest | None, error: str) -> None:
-            lacking = gathering.missing_rank
-            if found is None and lacking is not None:
-                inventory.mark_damaged(identity, lacking)
-                if identity in inventory.complete_checkpoints():
-                    log.warning("%s: %s; it is made again from parity", identity, error)
-                    self.collect_whole(identity, then)
-                    return
-            then(found, error)
-
-        ended = lambda found, error: self._guard(lambda: gathered(found, error))  # noqa: E731
-        gathering = ManifestGather(
-            self._network, self._workers, identity, inventory.holders_by_rank(identity), arenas, ended
-        )
-        gathering.begin()
+async def _stall(moves: Callable[[], object], later: CallLater, looks: int) -> NoReturn:
+    """The limit of a rebuild. Errors: AgentError once it stalls, or after so many looks."""
+    before = moves()
+    for _ in range(looks + 1):
+        await sleep(later, CHECK_S)
+        now = moves()
+        if now == before:
+            raise AgentError(f"nothing has moved for {CHECK_S:g} s")
+        before = now
+    raise AgentError("a rebuild takes too long")

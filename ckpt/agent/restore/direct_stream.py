@@ -19,7 +19,8 @@ import numpy as np
 
 from ckpt.agent.net.transport import STREAM_FRAMES
 from ckpt.agent.restore.peer_source import PeerSource
-from ckpt.agent.restore.restore_session import FrameSource, Origin, RankRequest, StreamPeer
+from ckpt.agent.restore.rank_request import Origin, RankRequest, StreamPeer
+from ckpt.agent.restore.restore_session import FrameSource
 from ckpt.agent.runtime.workers import failure
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.addresses import shut_down

@@ -8,14 +8,16 @@ the record, is left out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.agent.runtime.workers import Workers
-from ckpt.agent.snapshots.manifest_gather import FramePlaces, ManifestRequest
+from ckpt.agent.restore.manifest_request import ManifestRequest
+from ckpt.agent.runtime.coroutines import CallLater, race, run_on, time_out
+from ckpt.agent.runtime.workers import Lane, Workers
+from ckpt.agent.snapshots.manifest_gather import FramePlaces
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.errors import AgentError
 from ckpt.format.manifest import Manifest
@@ -32,48 +34,26 @@ ANSWER_TIMEOUT_S = 5.0  # for holders to answer; the store has all frames anyway
 Numbers = npt.NDArray[np.int64]
 
 
-class AskingForPart(ManifestRequest[FramePlaces]):
+async def match_part(
+    network: PeerNetwork | None,
+    workers: Workers,
+    identity: Identity,
+    manifest: Manifest,
+    holders: Mapping[int, Sequence[str]],
+    arenas: Mapping[int, Arena],
+    later: CallLater,
+) -> FramePlaces:
     """Asks the holders of a record's ranks where its frames lie in memory. `holders`: rank -> its holders, for ranks
-    that have any. `then` hears the places, or None and why no frame matches; once, see ManifestRequest."""
-
-    # The hashes in the arenas are taken as they are: receivers verify each frame, and the store has a good copy.
-    trusts_sealed_hashes = True
-
-    def __init__(
-        self,
-        network: PeerNetwork | None,
-        workers: Workers,
-        identity: Identity,
-        manifest: Manifest,
-        holders: Mapping[int, Sequence[str]],
-        arenas: Mapping[int, Arena],
-        later: Callable[[float, Callable[[], None]], None],
-        then: Callable[[FramePlaces | None, str], None],
-    ) -> None:
-        super().__init__(network, workers, identity, len(manifest.coordinates), holders, arenas, then)
-        self._manifest, self._call_later = manifest, later
-
-    def begin(self) -> None:
-        self._call_later(ANSWER_TIMEOUT_S, self._time_out)
-        super().begin()
-        self._assemble_if_complete()
-
-    def _handle_missing_rank(self, rank: int, why: str) -> None:
-        log.info("rank %d of %s is read from the store: %s", rank, self._identity, why)
-        self.pending_ranks.discard(rank)
-        self._assemble_if_complete()
-
-    def _time_out(self) -> None:
-        if self.pending_ranks:
-            log.warning(
-                "ranks %s of %s: who holds them does not say so", sorted(self.pending_ranks)[:8], self._identity
-            )
-            self.pending_ranks.clear()
-            self._assemble_if_complete()
-
-    def _make_result(self) -> FramePlaces:
-        """Errors: AgentError if no frame matches."""
-        return find_places(self._identity, self._manifest, self._parts, self._sizes, self._holders)
+    that have any. The hashes in the arenas are taken as they are: receivers verify each frame, and the store has a good
+    copy. Errors: AgentError if no frame matches."""
+    asked = ManifestRequest(network, workers, identity, len(manifest.coordinates), holders, arenas, is_partial=True)
+    try:
+        await race(asked.run(), time_out(later, ANSWER_TIMEOUT_S))
+    except TimeoutError:
+        silent = holders.keys() - {part.declaration.rank for part in asked.parts}
+        log.warning("ranks %s of %s: who holds them does not say so", sorted(silent)[:8], identity)
+    places = lambda: find_places(identity, manifest, asked.parts, asked.arena_sizes, asked.holders)  # noqa: E731
+    return await run_on(workers, Lane.FRONT, places)
 
 
 def find_places(

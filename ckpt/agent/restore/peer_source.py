@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.restore.peer_fetch import PeerOffer
-from ckpt.agent.restore.restore_session import FrameSource, Origin, RankRequest
+from ckpt.agent.restore.rank_request import Origin, RankRequest
+from ckpt.agent.restore.restore_session import FrameSource
 from ckpt.agent.runtime.workers import error_text
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
 from ckpt.errors import AgentError, DamagedData

@@ -11,15 +11,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckpt.agent.net.progress import REPORT_INTERVAL_S, Progress
 from ckpt.agent.restore.peer_fetch import PeerFetches
+from ckpt.agent.restore.rank_request import AwaitedFrames, Origin, RankRequest, StreamPeer
 from ckpt.agent.restore.window import Window
+from ckpt.agent.runtime.coroutines import Task, sleep, spawn
 from ckpt.agent.runtime.memory_plan import WINDOW_BYTES
 from ckpt.agent.runtime.workers import Workers, error_text
 from ckpt.agent.snapshots.memory_checkpoint import Memory
@@ -39,33 +40,6 @@ log = logging.getLogger("ckpt")
 BATCH_DELAY_S = 1.0  # the first rank's request waits so long for the others', so that frames are read once
 FRAMES_PER_MESSAGE = 1024  # frames named in one message
 _WINDOW_REGION = 1 << 20  # the window's region number; an arena's is its rank
-
-
-class StreamPeer(Protocol):
-    """A local rank's connection. Sending to a rank that is gone does nothing."""
-
-    def send(self, fields: dict[str, Any], fds: Iterable[int] = ..., blobs: Sequence[bytes] = ...) -> None: ...
-
-
-class Origin(NamedTuple):
-    """Where a frame came from. `number`: of its source, in the order of preference. `level`: what the rank is told."""
-
-    number: int
-    level: str
-
-
-@dataclass(slots=True)
-class RankRequest:
-    """One rank's request. `pending_frames`: not acknowledged as good. `contiguous_frames`: those that go into a tensor
-    as one run and no other rank wanted when the ranks began. `given_frames`: those given to the rank and not
-    acknowledged. `shown_regions`: numbers of the arenas that the rank was shown."""
-
-    receiver: StreamPeer
-    pending_frames: set[int]
-    contiguous_frames: set[int]
-    given_frames: dict[int, Origin] = field(default_factory=dict)
-    shown_regions: set[int] = field(default_factory=set)
-    bytes_by_level: dict[str, int] = field(default_factory=dict)
 
 
 class FrameSource:
@@ -132,12 +106,10 @@ class RestoreSession:
             source.begin(self, number)
         self._waiting_requests: list[RankRequest] = []
         self._requests_by_receiver: dict[int, RankRequest] = {}  # by id of the receiver
-        # By frame that is awaited: the number of its source, and the ids of the waiting receivers.
-        self._awaited: dict[int, tuple[int, set[int]]] = {}
-        self._next_sources: dict[int, int] = {}  # frame -> number of the first source that has not failed to give it
+        self._awaited = AwaitedFrames()
         self._closed = False
         self._progress = Progress()
-        self._reported_progress: int | None = None  # progress count at the last look; None: no look is scheduled
+        self._reporting: Task[None] | None = None
 
     def request(self, receiver: StreamPeer, frames: Collection[int], whole: Collection[int] = ()) -> None:
         """A rank requests frames, by number in the manifest. `whole`: those of them that go into one of its tensors as
@@ -152,6 +124,13 @@ class RestoreSession:
         elif len(self._waiting_requests) == 1:
             first = self._waiting_requests[0]
             self.call_later(BATCH_DELAY_S, lambda: self._begin_requests() if first in self._waiting_requests else None)
+
+    def handle_received(self, receiver: StreamPeer, fields: Mapping[str, Any]) -> None:
+        """Handles a rank's message `frames-received`."""
+        ok, bad = ([int(number) for number in fields[name]] for name in ("ok", "bad"))
+        self.acknowledge_frames(receiver, ok, bad)
+        if fields.get("stream") is not None:
+            self.end_stream(receiver, int(fields["stream"]))
 
     def acknowledge_frames(self, receiver: StreamPeer, ok: Iterable[int], bad: Collection[int]) -> None:
         """A rank acknowledges frames, verified or damaged. Damaged ones come again, from the next source."""
@@ -177,8 +156,7 @@ class RestoreSession:
         self._waiting_requests = [asked for asked in self._waiting_requests if asked.receiver is not receiver]
         if self._requests_by_receiver.pop(id(receiver), None) is None:
             return
-        for _, receivers in self._awaited.values():
-            receivers.discard(id(receiver))
+        self._awaited.drop_receiver(id(receiver))
         self.window.end_all_reads(receiver)
         for source in self.sources:
             source.drop_receiver(receiver)
@@ -255,8 +233,7 @@ class RestoreSession:
 
     def give(self, origin: Origin, asked: RankRequest, frames: Collection[int]) -> None:
         """The source gives these frames to that rank itself. `reject` takes back those that it did not."""
-        for frame in frames:
-            del self._awaited[frame]
+        self._awaited.take(frames)
         asked.given_frames.update(dict.fromkeys(frames, origin))
 
     def reject(self, asked: RankRequest, frames: Collection[int], error: BaseException) -> None:
@@ -265,17 +242,17 @@ class RestoreSession:
         for frame in frames:
             origin = self._take_back(asked, frame)
             if origin is not None:
-                self._skip_source(frame, origin.number)
+                self._awaited.skip_source(frame, origin.number)
                 again.add(frame)
         self._request_nearest(asked, again, error)
 
     def fail(self, number: int, frames: Collection[int], error: BaseException) -> None:
         """Source `number` does not give those of these frames that are still awaited from it."""
-        lost = [frame for frame in frames if self._is_awaited(frame, number)]
+        lost = self._awaited.of_source(number, frames)
         if lost:
             log.info("%d frames of %s come from the next source: %s", len(lost), self.identity, error_text(error))
         for frame in lost:
-            self._skip_source(frame, number)
+            self._awaited.skip_source(frame, number)
         for asked, mine in self._take_awaited(number, lost):
             self._request_nearest(asked, mine, error)
         self.fetches.start()
@@ -295,36 +272,33 @@ class RestoreSession:
             asked.contiguous_frames = {frame for frame in asked.contiguous_frames if wanted[frame] == 1}
             self._request_nearest(asked, set(asked.pending_frames))
             self._finish_if_complete(asked)
-        if self._reported_progress is None:
-            self._reported_progress = self._progress.count
-            self.call_later(REPORT_INTERVAL_S, self._report_progress)
+        if self._reporting is None or self._reporting.is_settled:
+            self._reporting = spawn(self._report_progress())
 
-    def _report_progress(self) -> None:
+    async def _report_progress(self) -> None:
         """Tells waiting ranks, every REPORT_INTERVAL_S, that the restore advances: then a rank does not time out."""
-        said, self._reported_progress = self._reported_progress, None
-        if self._closed or not self._requests_by_receiver:
-            return
-        self._reported_progress = self._progress.count
-        if self._reported_progress != said:
-            for asked in self._requests_by_receiver.values():
-                asked.receiver.send({"t": "progress"})
-        self.call_later(REPORT_INTERVAL_S, self._report_progress)
+        said = self._progress.count
+        await sleep(self.call_later, REPORT_INTERVAL_S)
+        while not self._closed and self._requests_by_receiver:
+            if self._progress.count != said:
+                said = self._progress.count
+                for asked in self._requests_by_receiver.values():
+                    asked.receiver.send({"t": "progress"})
+            await sleep(self.call_later, REPORT_INTERVAL_S)
 
     def _request_nearest(self, asked: RankRequest, frames: set[int], error: BaseException | None = None) -> None:
         """Requests each frame from the nearest source that has not failed to give it. `error`: of the last source that
         has."""
         if not self._is_current(asked):
             return
-        rest = frames - self._awaited.keys()
-        for frame in frames - rest:
-            self._awaited[frame][1].add(id(asked.receiver))
+        rest = self._awaited.join(frames, id(asked.receiver))
         for source in self.sources:
-            able = {frame for frame in rest if self._next_sources.get(frame, 0) <= source.number}
+            able = self._awaited.possible_frames(rest, source.number)
             if not able or not self._is_current(asked):
                 continue
             taken = source.select(able, asked)
             rest -= taken
-            self._awaited.update((frame, (source.number, {id(asked.receiver)})) for frame in taken)
+            self._awaited.add(taken, source.number, id(asked.receiver))
             if taken:
                 source.request(taken, asked)
         if rest:
@@ -334,21 +308,9 @@ class RestoreSession:
             what = f"frame {min(rest - self.unreached_frames or rest)} of {self.identity}"
             self._fail_request(asked, f"{what} {why}", rest, error)
 
-    def _skip_source(self, frame: int, number: int) -> None:
-        """The frame comes from a source after `number` from now on."""
-        self._next_sources[frame] = max(self._next_sources.get(frame, 0), number + 1)
-
-    def _is_awaited(self, frame: int, number: int) -> bool:
-        """Whether the frame is awaited from source `number`."""
-        return frame in self._awaited and self._awaited[frame][0] == number
-
     def _take_awaited(self, number: int, frames: Collection[int]) -> list[tuple[RankRequest, set[int]]]:
         """Ends the wait for those of the frames that are awaited from source `number`. Returns who waited for them."""
-        found: dict[int, set[int]] = {}
-        for frame in frames:
-            if self._is_awaited(frame, number):
-                for who in self._awaited.pop(frame)[1]:
-                    found.setdefault(who, set()).add(frame)
+        found = self._awaited.take(self._awaited.of_source(number, dict.fromkeys(frames)))
         return [(self._requests_by_receiver[who], mine) for who, mine in found.items()]
 
     def _take_back(self, asked: RankRequest, frame: int) -> Origin | None:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from ckpt.agent.restore.direct_stream import DirectStreams
 from ckpt.agent.restore.peer_source import PeerSource
-from ckpt.agent.restore.restore_session import FrameSource, Origin, RankRequest, RestoreSession
+from ckpt.agent.restore.rank_request import Origin, RankRequest
+from ckpt.agent.restore.restore_session import FrameSource, RestoreSession
 from ckpt.agent.restore.shared_read import SharedRead
 from ckpt.agent.restore.store_source import OpenReader, StoreSource
 from ckpt.agent.runtime.memory_plan import WINDOW_BYTES

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpt.agent.restore.restore_session import FrameSource, Origin, RankRequest, RestoreSession
+from ckpt.agent.restore.rank_request import Origin, RankRequest
+from ckpt.agent.restore.restore_session import FrameSource, RestoreSession
 from ckpt.agent.runtime.workers import Lane
 from ckpt.errors import CkptError
 from ckpt.format.manifest import Manifest

@@ -2,7 +2,7 @@
 
 A checkpoint is available from memory if some node holds each rank's snapshot, or parity can rebuild the missing ones.
 An arena's header names its identity and rank. Frame hashes in an arena prove that the coordinator saw all ranks stage
-that version; such an arena is called sealed. Manifests are requested only when needed; see manifest_gather.py.
+that version; such an arena is called sealed. Manifests are requested only when needed; see restore/manifest_request.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from ckpt.agent.net.progress import Progress
 from ckpt.agent.runtime import memory_plan
@@ -68,19 +67,17 @@ class LocalShare:
         """The newest step that all connected local ranks have ended; 0: none yet."""
         return max(0, self.slowest_step() - 1)
 
-    def slowest_entered_s(self) -> float | None:
-        """When the slowest local rank entered its step, on the monotonic clock; None: unknown."""
+    def slowest_entered_s(self) -> float:
+        """When the slowest local rank entered its step, on the monotonic clock; now, if that is unknown."""
         last = min(self.peers, key=self.control_page.entered_step, default=None)
-        return self.control_page.entry_time_s(last) if last is not None else None
+        entered_s = self.control_page.entry_time_s(last) if last is not None else None
+        return time.monotonic() if entered_s is None else entered_s
 
     def connect_rank(self, rank: int, peer: object) -> list[int]:
         """Takes `peer` as the rank's connection; returns the descriptors to send with the reply."""
         assert isinstance(peer, Peer)
         self.peers[rank] = peer
         return [self.control_page.fd]
-
-    def send(self, rank: int, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        self.peers[rank].send(fields, blobs=blobs)
 
     def announce(self, slot: int, word: ControlWord | None) -> None:
         """Writes the slot's control word: the version it is appointed for; None: nothing."""
@@ -182,11 +179,12 @@ class LocalShare:
             peer.send(fields, [arena.fd] if new else [])
 
     def hash_snapshots(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
-        """Hashes the snapshots staged in a slot, and writes the hashes into the arenas.
-        Errors: AgentError if the slot has no arenas here, as after a request meant for a former agent."""
+        """Hashes the snapshots staged in a slot, and writes the hashes into the arenas. It is an error if the slot has
+        no arenas here, as after a request meant for a former agent."""
         arenas = self.arenas.get(slot)
         if arenas is None:
-            raise AgentError(f"there is nothing in slot {slot} here")
+            then([], f"there is nothing in slot {slot} here")
+            return
 
         def read(done: Future[list[StagedPart]]) -> None:
             error = failure(done)

@@ -1,7 +1,7 @@
 """The ranks of a job on another node, as the job's coordinator uses them: through that node's agent.
 
 Messages may be lost with the connection. Then open requests fail, and the ranks there rejoin. The other end is
-agent/job/follower_job.py; docs/protocol.md has the table of messages.
+agent/job/coordinator_link.py; docs/protocol.md has the table of messages.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class RemotePeer:
         # Each host has its own monotonic clock: send the seconds left.
         if fields.get("leave_deadline_s") is not None:
             fields = {**fields, "leave_deadline_s": fields["leave_deadline_s"] - time.monotonic()}
-        head = {
-            "t": "to-rank",
-            "epoch": str(self.epoch),
-            "rank": self.rank,
-            "connection_number": self.connection_number,
-        }
-        self._network.notify(self.node, {**head, "message": fields}, blobs)
+        self._notify(fields, blobs)
+
+    def _notify(self, message: dict[str, Any] | None, blobs: Sequence[bytes] = ()) -> None:
+        """Sends a message for the rank to its agent. `message`: None ends the connection."""
+        head = {"t": "to-rank", "epoch": str(self.epoch), "rank": self.rank}
+        about = {"connection_number": self.connection_number, "message": message}
+        self._network.notify(self.node, {**head, **about}, blobs)
 
     def reply(
         self, request_id: int, body: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()
@@ -72,13 +72,7 @@ class RemotePeer:
     def disconnect(self) -> None:
         """Asks the rank's agent to end the connection; that agent reports when it is gone."""
         if self.is_open:
-            head = {
-                "t": "disconnect-rank",
-                "epoch": str(self.epoch),
-                "rank": self.rank,
-                "connection_number": self.connection_number,
-            }
-            self._network.notify(self.node, head)
+            self._notify(None)
 
     def watch_death(self) -> None:
         """Does nothing: the rank's agent watches."""
@@ -95,7 +89,7 @@ class RemoteShare:
 
     def __init__(self, network: PeerNetwork, name: str, epoch: Epoch, world: int, ranks: Sequence[int]) -> None:
         self.name, self.world, self.ranks = name, world, frozenset(ranks)
-        self.peers: dict[int, RemotePeer] = {}  # by rank: the connection that joined
+        self.has_joined = False  # a rank there has joined, so that the node knows the job
         self.is_dropped = False
         self._newest_connections: dict[int, RemotePeer] = {}
         self._network, self._epoch = network, epoch
@@ -140,36 +134,40 @@ class RemoteShare:
             if rank in self.ranks:
                 self.steps_by_rank[rank], self.polls_by_rank[rank] = step, polls
 
+    def take_arenas(self, rank: int, slots: Sequence[int], fds: list[int], is_new: bool) -> None:
+        """Does nothing: the node's own agent has taken them."""
+
+    def connect_rank(self, rank: int, peer: object) -> list[int]:
+        """A rank there has joined."""
+        self.has_joined = True
+        return []
+
     def announce(self, slot: int, word: ControlWord | None) -> None:
-        self._notify({"t": "control-word", "slot": slot, "word": word.pack() if word is not None else 0})
+        self.notify({"t": "control-word", "slot": slot, "word": word.pack() if word is not None else 0})
 
     def announce_verdict(self, attempt: int) -> None:
-        self._notify({"t": "leave-verdict", "attempt": attempt})
+        self.notify({"t": "control-word", "slot": None, "word": attempt})
 
     def offer_slot(self, slot: int, division: str) -> None:
-        self._notify({"t": "offer-slot", "slot": slot, "division": division})
+        self.notify({"t": "offer-slot", "slot": slot, "division": division})
 
     def close_arenas(self, slot: int) -> None:
-        self._notify({"t": "close-arenas", "slot": slot})
+        self.notify({"t": "offer-slot", "slot": slot, "division": None})
 
-    def notify(self, fields: dict[str, Any]) -> None:
-        """Sends a message to that node's agent; lost if the agent is not connected."""
-        self._notify(fields)
-
-    def limit_replication(self, bytes_per_s: float | None) -> None:
-        """Limits replication on that node's network, each way; None: no limit."""
-        self._notify({"t": "limit-replication", "bandwidth": bytes_per_s})
+    def record_exit(self, source: str, key: str) -> None:
+        """The ranks leave because of this notice of that node's machine."""
+        self.notify({"t": "notice-answered", "source": source, "key": key})
 
     def acknowledge_event(self, source: str, key: str, then: Callable[[str], None]) -> None:
         """Has that node's agent acknowledge a planned event. `then` hears "" if the source agreed, else the error."""
         self._request(
-            {"t": "acknowledge-event", "source": source, "key": key}, (), lambda _: None, None, lambda _, e: then(e)
+            {"t": "notice-answered", "source": source, "key": key}, (), lambda _: None, None, lambda _, e: then(e)
         )
 
     def drop(self) -> None:
         if not self.is_dropped:
             self.is_dropped = True
-            self._notify({"t": "epoch-ended"})
+            self.notify({"t": "evict", "what": "job"})
 
     def plan_memory(
         self,
@@ -188,9 +186,9 @@ class RemoteShare:
                 raise AgentError(f"agent {self.name} has made other arenas than it was asked to")
             return found
 
-        fields = {"t": "make-arenas", "slot": slot, "sizes": list(sizes.items())}
-        nothing: dict[int, int] = {}
-        self._request(fields, (), made, nothing, then)
+        self._request(
+            {"t": "make-arenas", "slot": slot, "sizes": list(sizes.items())}, (), made, dict[int, int](), then
+        )
 
     def hash_snapshots(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
         """Has that node's agent hash the staged snapshots and describe them; their bytes stay there."""
@@ -203,8 +201,7 @@ class RemoteShare:
 
         known = {rank: digest for rank, (digest, _) in self._declarations.items()}
         fields = {"t": "hash-snapshots", "slot": slot, "identity": str(identity), "known": list(known.items())}
-        nothing: list[StagedPart] = []
-        self._request(fields, (), read, nothing, then)
+        self._request(fields, (), read, list[StagedPart](), then)
 
     def write_frames(self, wanted: WriteRequest, then: Callable[[Written | None, str], None]) -> None:
         """Has that node's agent write its frames into packs, without a commit record. `then` is called even after
@@ -218,9 +215,8 @@ class RemoteShare:
         }
         self._request(fields, [wanted.encode()], lambda answer: _parse_written(answer, wanted), None, then)
 
-    # -- helpers
-
-    def _notify(self, fields: dict[str, Any]) -> None:
+    def notify(self, fields: dict[str, Any]) -> None:
+        """Sends a message to that node's agent; lost if the agent is not connected."""
         self._network.notify(self.name, {**fields, "epoch": str(self._epoch)})
 
     def _request(

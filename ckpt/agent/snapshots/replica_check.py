@@ -50,16 +50,38 @@ def find_shared_boxes(layouts: Sequence[Layout], differing: Collection[str]) -> 
 
 
 class ReplicaCheck:
-    """Compares the samples of one save attempt at a time, the one of the newest call."""
+    """Compares the samples of one save attempt at a time, the one of the newest call. `differing`: the tensors that
+    were seen to differ, in any attempt."""
 
     def __init__(self) -> None:
+        self.differing: frozenset[str] = frozenset()
         self._attempt: tuple[int, SharedBoxes] | None = None
         self._sample_hashes: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._has_sample: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        # The number of the save attempt, and the hashes by tensor and box.
+        self._long_samples: tuple[int, dict[tuple[str, tuple[int, ...]], bytes]] = 0, {}
 
-    def find_differing(self, number: int, places: SharedBoxes, rank: int, data: bytes) -> list[str]:
-        """The tensors whose samples in `data` differ from those of another rank, in save attempt `number`.
+    def find_differing(
+        self, number: int, places: SharedBoxes | None, rank: int, samples: object, long_sample: object = None
+    ) -> list[str]:
+        """The tensors that are seen to differ for the first time: samples of this rank differ from those of another
+        one, in save attempt `number`. `places`: None if the rank staged by another division. `samples`: an array of
+        SAMPLE. `long_sample`: of one box the name of its tensor, its offset and shape, and a hash.
         Errors: AgentError for malformed samples."""
+        found: set[str] = set()
+        if places is not None and isinstance(samples, bytes):
+            found = self._compare(number, places, rank, samples)
+        if isinstance(long_sample, list) and len(long_sample) == 3 and isinstance(long_sample[2], bytes):
+            name, box, digest = str(long_sample[0]), tuple(int(each) for each in long_sample[1]), long_sample[2]
+            if self._long_samples[0] != number:
+                self._long_samples = number, {}
+            if self._long_samples[1].setdefault((name, box), digest) != digest:
+                found.add(name)
+        new = found - self.differing
+        self.differing |= new
+        return sorted(new)
+
+    def _compare(self, number: int, places: SharedBoxes, rank: int, data: bytes) -> set[str]:
         of_rank = places.numbers_by_rank[rank]
         if len(data) % SAMPLE.itemsize:
             raise AgentError(f"samples of {len(data)} bytes: not a whole number of them")
@@ -77,4 +99,4 @@ class ReplicaCheck:
         new = ~self._has_sample[box]
         self._sample_hashes[box[new]] = said[new]
         self._has_sample[box[new]] = True
-        return sorted({places.tensor_names[each] for each in box[wrong].tolist()})
+        return {places.tensor_names[each] for each in box[wrong].tolist()}

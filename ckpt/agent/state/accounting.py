@@ -74,27 +74,33 @@ class Count:
 
 
 @dataclass(slots=True)
+class Totals:
+    """What is counted over all starts of a run. `failures`: of a job that was training; each counts once, however many
+    ranks died. `snapshots`: complete in memory; their seconds are the training pauses. `given_up`: abandoned snapshots.
+    `raw_bytes`: the size of the committed checkpoints before encoding and deduplication. By level: the bytes saved to
+    it, the bytes that starts read from it, and the restores from it."""
+
+    starts: int = 0
+    failures: int = 0
+    lost_steps: int = 0
+    snapshots: Count = field(default_factory=Count)
+    given_up: int = 0
+    commits: Count = field(default_factory=Count)
+    commits_failed: int = 0
+    recoveries: Count = field(default_factory=Count)
+    raw_bytes: int = 0
+    saved_bytes: dict[str, int] = field(default_factory=dict)
+    restored_bytes: dict[str, int] = field(default_factory=dict)
+    restores: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Accounting:
     """The account of one agent, over all starts of its run. Whenever something may have happened, call `update` first,
     then the method for the event."""
 
     phase: Phase = Phase.IDLE
-    starts: int = 0
-    # Failures of a job that was training. Each counts once, however many ranks died.
-    failures: int = 0
-    lost_steps: int = 0
-    # Snapshots complete in memory; their seconds are the training pauses.
-    snapshots: Count = field(default_factory=Count)
-    abandoned_count: int = 0  # abandoned snapshots
-    commits: Count = field(default_factory=Count)
-    commits_failed: int = 0
-    recoveries: Count = field(default_factory=Count)
-    # Size of the committed checkpoints before encoding and deduplication.
-    raw_bytes: int = 0
-    # Per level: bytes saved to it, bytes that starts read from it, restores from it.
-    saved_bytes: dict[str, int] = field(default_factory=dict)
-    restored_bytes: dict[str, int] = field(default_factory=dict)
-    restores: dict[str, int] = field(default_factory=dict)
+    totals: Totals = field(default_factory=Totals)
     # Per level: the newest checkpoint of the branch history there, and when it was taken.
     newest_by_level: dict[str, tuple[Version, float | None]] = field(default_factory=dict)
     _seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -102,8 +108,7 @@ class Accounting:
     _elapsed_s: float = 0.0
     _now_s: float | None = None
     _phase_s: float | None = None  # start of the phase
-    _is_recovering: bool = False  # the present start follows a failure
-    _failed_s: float | None = None  # time of the failure
+    _failed_s: float | None = None  # time of the failure that the present start follows
     # Work since the last snapshot, which bounds the stall of the next one.
     _stall_limit_s: float = 0.0
     _ended_step: int = 0  # newest step ended by all ranks
@@ -121,7 +126,7 @@ class Accounting:
         if phase is None:
             phase = self.phase
             if phase is Phase.STARTING:
-                phase = Phase.DOWN if self._is_recovering else Phase.IDLE
+                phase = Phase.DOWN if self._failed_s is not None else Phase.IDLE
         at_work = (Phase.TRAINING, Phase.ENDING)
         # The old phase counts too: steps may have ended between the last look and a failure.
         if phase in at_work or self.phase in at_work:
@@ -154,15 +159,14 @@ class Accounting:
         that version; they count as lost only after a failure."""
         self._advance(now_s)
         self._rewind_to(version)
-        if self._is_recovering:
-            self.lost_steps += steps_lost
-        if self._is_recovering and self._failed_s is not None:
-            self.recoveries.add(now_s - self._failed_s)
-        self._failed_s, self._is_recovering = None, False
-        self.starts += 1
-        self.restores[level] = self.restores.get(level, 0) + 1
+        if self._failed_s is not None:
+            self.totals.lost_steps += steps_lost
+            self.totals.recoveries.add(now_s - self._failed_s)
+        self._failed_s = None
+        self.totals.starts += 1
+        _add(self.totals.restores, level, 1)
         for each, count in read_bytes.items():
-            self.restored_bytes[each] = self.restored_bytes.get(each, 0) + count
+            _add(self.totals.restored_bytes, each, count)
         self._reset_levels(now_s, version, level, age_s)
         self._epoch, self._parent_version, self._ended_step, self._stall_limit_s = epoch, version, version.step, 0.0
         self._pending_stalls_s.clear()
@@ -184,7 +188,7 @@ class Accounting:
 
     def record_completion(self, epoch: Epoch, version: Version, count_bytes: int) -> None:
         """That checkpoint is complete in this node's memory, or in that of all the job's nodes."""
-        self.snapshots.add(self._pending_stalls_s.pop(version, 0.0))
+        self.totals.snapshots.add(self._pending_stalls_s.pop(version, 0.0))
         self._record_level("local", epoch, version, count_bytes)
 
     def record_replication(self, epoch: Epoch, version: Version, count_bytes: int) -> None:
@@ -202,15 +206,15 @@ class Accounting:
         return found[0] if found is not None else None
 
     def record_abandonment(self) -> None:
-        self.abandoned_count += 1
+        self.totals.given_up += 1
 
     def record_commit(self, epoch: Epoch, version: Version, seconds: float, raw_bytes: int, stored_bytes: int) -> None:
-        self.commits.add(seconds)
-        self.raw_bytes += raw_bytes
+        self.totals.commits.add(seconds)
+        self.totals.raw_bytes += raw_bytes
         self._record_level("store", epoch, version, stored_bytes)
 
     def record_commit_failure(self) -> None:
-        self.commits_failed += 1
+        self.totals.commits_failed += 1
 
     # -- results
 
@@ -234,19 +238,8 @@ class Accounting:
             "elapsed_s": elapsed_s,
             **{f"{name}_s": seconds for name, seconds in self._seconds.items()},
             "goodput": self._seconds["productive"] / elapsed_s if elapsed_s > 0 else None,
-            "starts": self.starts,
-            "failures": self.failures,
-            "lost_steps": self.lost_steps,
             "ended_step": self._ended_step,
-            "snapshots": asdict(self.snapshots),
-            "given_up": self.abandoned_count,
-            "commits": asdict(self.commits),
-            "commits_failed": self.commits_failed,
-            "recoveries": asdict(self.recoveries),
-            "raw_bytes": self.raw_bytes,
-            "saved_bytes": dict(self.saved_bytes),
-            "restored_bytes": dict(self.restored_bytes),
-            "restores": dict(self.restores),
+            **asdict(self.totals),
             "safe": {level: self._level_facts(now_s, *found) for level, found in self.newest_by_level.items()},
         }
 
@@ -256,9 +249,9 @@ class Accounting:
         goodput = "nothing yet" if found["goodput"] is None else f"{found['goodput']:.1%}"
         return (
             f"goodput {goodput} of {found['elapsed_s']:.0f} s: stalled {found['stall_s']:.2f} s by "
-            f"{format_count(self.snapshots.number, 'snapshot')}, lost {found['lost_s']:.1f} s "
-            f"({format_count(self.lost_steps, 'step')}) and recovering {found['recovery_s']:.1f} s by "
-            f"{format_count(self.failures, 'failure')}; {format_count(self.commits.number, 'commit')}"
+            f"{format_count(self.totals.snapshots.number, 'snapshot')}, lost {found['lost_s']:.1f} s "
+            f"({format_count(self.totals.lost_steps, 'step')}) and recovering {found['recovery_s']:.1f} s by "
+            f"{format_count(self.totals.failures, 'failure')}; {format_count(self.totals.commits.number, 'commit')}"
         )
 
     # -- helpers
@@ -270,7 +263,7 @@ class Accounting:
         if self.phase is Phase.IDLE:
             return
         self._elapsed_s += passed_s
-        part = "recovery" if self.phase is Phase.STARTING and self._is_recovering else _PARTS[self.phase]
+        part = "recovery" if self.phase is Phase.STARTING and self._failed_s is not None else _PARTS[self.phase]
         self._seconds[part] += passed_s
         if self.phase is Phase.TRAINING:
             self._stall_limit_s += passed_s
@@ -279,19 +272,19 @@ class Accounting:
         trained = self.phase in (Phase.TRAINING, Phase.ENDING)
         failed = phase is Phase.DOWN or (phase is Phase.STARTING and self.phase is Phase.TRAINING)
         if failed and trained:
-            self.failures += 1
-            self._is_recovering, self._failed_s = True, now_s
+            self.totals.failures += 1
+            self._failed_s = now_s
         self.phase, self._phase_s = phase, now_s
 
     def _rewind_to(self, version: Version) -> None:
         """Training goes on after `version`. After a failure the work beyond that version is booked as lost."""
         kept_s = self._seconds["productive"]
-        if self._is_recovering:
+        if self._failed_s is not None:
             then_s = self._productive_at_s(version)
             self._seconds["lost"] += kept_s - then_s
             self._seconds["productive"] = kept_s = then_s
         found = [mark for mark in self._marks if mark.version == version]
-        before = [mark for mark in self._marks if mark.version < version] if self._is_recovering else []
+        before = [mark for mark in self._marks if mark.version < version] if self._failed_s is not None else []
         self._marks = [*before, Mark(version, kept_s, found[-1].taken_s if found else None)]
 
     def _productive_at_s(self, version: Version) -> float:
@@ -325,7 +318,7 @@ class Accounting:
         self.newest_by_level = safe
 
     def _record_level(self, level: str, epoch: Epoch, version: Version, count_bytes: int) -> None:
-        self.saved_bytes[level] = self.saved_bytes.get(level, 0) + count_bytes
+        _add(self.totals.saved_bytes, level, count_bytes)
         if epoch != self._epoch and version > self._parent_version:
             return  # on another branch: not part of the present epoch's history
         known = self.newest_by_level.get(level)
@@ -336,3 +329,7 @@ class Accounting:
     def _level_facts(self, now_s: float, version: Version, at_s: float | None) -> dict[str, Any]:
         age_s = None if at_s is None else max(0.0, now_s - at_s)
         return {"step": version.step, "version": str(version), "age_s": age_s}
+
+
+def _add(counts: dict[str, int], key: str, number: int) -> None:
+    counts[key] = counts.get(key, 0) + number

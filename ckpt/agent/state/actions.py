@@ -39,14 +39,14 @@ class SetVerdict(Action):
 
 @dataclass(frozen=True, slots=True)
 class Divide(Action):
-    """Make a division of all ranks' layouts of that version; then `planned` or `unplannable`."""
+    """Make a division of all ranks' layouts of that version; then `record_division` or `record_division_failure`."""
 
     layouts_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class MakeArenas(Action):
-    """Make one arena with warm pages for each rank, of `arena_bytes` by rank; then `made`."""
+    """Make one arena with warm pages for each rank, of `arena_bytes` by rank; then `record_arenas`."""
 
     slot: int
     arena_bytes: tuple[int, ...]
@@ -54,7 +54,7 @@ class MakeArenas(Action):
 
 @dataclass(frozen=True, slots=True)
 class OfferSlot(Action):
-    """Offer a free slot: each rank binds its arena of the slot for the division; then `arena-warm` for each rank."""
+    """Offer a free slot: each rank binds its arena of the slot for the division; then `record_warm_arena` for each."""
 
     slot: int
 
@@ -68,7 +68,7 @@ class CloseArenas(Action):
 
 @dataclass(frozen=True, slots=True)
 class Assemble(Action):
-    """Hash what all ranks have staged and put the checkpoint together; then `assembled`."""
+    """Hash what all ranks have staged and put the checkpoint together; then `record_assembly`."""
 
     slot: int
     attempt_number: int
@@ -77,26 +77,23 @@ class Assemble(Action):
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Action):
-    """Have peers keep replicas, as the placement says; then `replicated`."""
+    """Have peers keep replicas, as the placement says; then `record_replication`."""
 
     slot: int
-    attempt_number: int
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class Commit(Action):
-    """Write the checkpoint to the store; then `committed`."""
+    """Write the checkpoint to the store; then `record_commit`."""
 
     slot: int
-    attempt_number: int
     version: Version
-    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class CancelCommit(Action):
-    """Stop the commit under way soon: nothing more is written for it. `committed` then reports its outcome."""
+    """Stop the commit under way soon: nothing more is written for it. `record_commit` then reports its outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +161,7 @@ class WriteOutcome(Action):
 @dataclass(frozen=True, slots=True)
 class Acknowledge(Action):
     """Have that node ("": this one) tell the notice source that its planned event may begin now; then
-    `acknowledged`."""
+    `record_acknowledgement`."""
 
     source: str
     key: str  # as the source names the event
@@ -182,6 +179,6 @@ class RecordExit(Action):
 
 @dataclass(frozen=True, slots=True)
 class Close(Action):
-    """Write to the store that the epoch has ended; then `closed`."""
+    """Write to the store that the epoch has ended; then `record_close`."""
 
     reason: str

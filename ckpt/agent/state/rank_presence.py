@@ -13,6 +13,8 @@ from typing import Any, Final
 # Value of `RankState.leave_request`: the rank asked to leave, then came back on a new connection, where it will ask
 # again.
 LEAVE_RETRY: Final = object()
+# Time for a rank whose connection broke to rejoin: a new agent has to start and connect.
+REJOIN_S = 60.0
 
 
 class Presence(enum.Enum):
@@ -74,6 +76,28 @@ class RankStates:
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def record_leave_request(self, rank: int, request: Any, in_order: bool = True, insists: bool = False) -> None:
+        """The rank asks to leave. `in_order`: it ended its block or was told to leave; else by an exception. Only the
+        first call for the rank counts for that. `insists`: if its connection breaks, it comes back for the answer."""
+        member = self._states[rank]
+        member.leave_request, member.can_retry_leave = request, insists
+        if member.presence is Presence.HERE:
+            member.presence, member.has_failed = Presence.LEFT, not in_order
+
+    def record_death(self, rank: int) -> None:
+        """The rank's process is dead."""
+        member = self._states[rank]
+        member.leave_request = None
+        if member.presence is Presence.HERE or member.is_away:
+            member.presence, member.is_away = Presence.DEAD, False
+
+    def record_absences(self, now_s: float, wait_s: float) -> None:
+        """Ranks whose connection ended `wait_s` ago or earlier count as away from now on. Each may come back."""
+        for member in self.summary.disconnected:
+            is_over = member.disconnected_s is not None and now_s >= member.disconnected_s + wait_s
+            if is_over and member.presence is Presence.HERE:
+                member.presence, member.is_away = Presence.LEFT, True
 
     def invalidate_summary(self) -> None:
         self._summary = None

@@ -1,4 +1,4 @@
-"""The step timing of one job: how long a step takes, and how long the present one has lasted. Pure.
+"""The timing of one job: how long steps take, how long the present one has lasted, and how long a save takes. Pure.
 
 No other module measures steps. All seconds are on the clock of `Scheduler.decide`.
 """
@@ -9,7 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckpt.agent.state.arenas import Arenas
+from ckpt.agent.state.slots import JobSlots, SaveAttempt, SlotState
 from ckpt.ipc.control_page import SUB_MAX
+from ckpt.policy.save_options import STEPS_APART, exit_lead_s
 from ckpt.types import Version
 
 STEP_S = 1.0  # assumed step time before one was measured
@@ -20,6 +23,10 @@ LONG_S_MIN = 0.01  # a shorter step is never long
 # Cap on the doublings of LONG: a step of thousands of usual step times is long in any case.
 DOUBTS_MAX = 10
 REPORT_DELAY_S = 1.0  # delay after which the place of ranks on other nodes is known
+LATENCY_S = 0.01  # of an announcement; doubled at each late rank, up to LATENCY_S_MAX
+LATENCY_S_MAX = 2.5
+# Assumed time for hashing and commit before one was measured: leave early rather than late.
+SAVING_S = 60.0
 
 
 class StepTiming:
@@ -146,3 +153,60 @@ class SaveTiming:
         """The new estimate after a save of `count` bytes took `took_s`. It rises at once, and falls by half steps."""
         before_s = before.estimate_s(count) if before is not None else 0.0
         return SaveTiming(max(took_s, 0.5 * (took_s + before_s)), count)
+
+
+@dataclass(eq=False)
+class SaveEstimate:
+    """The measured saves of one job. `save`: from all staged to committed. `latency_s`: of an announcement."""
+
+    _step_timing: StepTiming
+    _arenas: Arenas
+    save: SaveTiming | None = None
+    latency_s: float = LATENCY_S
+    _last_stall_s: float = 0.0
+
+    def record_late(self) -> None:
+        """An announcement came too late to a rank."""
+        self.latency_s = min(2 * self.latency_s, LATENCY_S_MAX)
+
+    def record_completion(self) -> None:
+        """A snapshot became complete."""
+        self.latency_s = max(self.latency_s / 2, LATENCY_S)
+
+    def record_progress(self, slots: JobSlots, now_s: float) -> None:
+        """Measures the stall and the hashing of attempts that are staged or complete by now."""
+        for attempt in slots.attempts(SlotState.STAGED, SlotState.COMPLETE):
+            times, is_complete = attempt.times, attempt.state is SlotState.COMPLETE
+            if not is_complete and times.staged_s is None:
+                times.staged_s = now_s
+                self._last_stall_s = max(attempt.staged_ranks.values())
+            elif is_complete and times.staged_s is not None and times.hashing_s is None:
+                times.hashing_s = now_s - times.staged_s
+
+    def record_commit(self, attempt: SaveAttempt, now_s: float) -> None:
+        """The attempt is committed."""
+        if attempt.times.commit_began_s is not None:
+            took_s = now_s - attempt.times.commit_began_s + (attempt.times.hashing_s or 0.0)
+            self.save = SaveTiming.from_save(took_s, attempt.memory_bytes, self.save)
+
+    def inherit(self, former: SaveEstimate) -> None:
+        """Takes the save time of the former start on this node, from which this one continues, until its own is
+        measured."""
+        self.save = self.save or former.save
+
+    @property
+    def saving_s(self) -> float | None:
+        """Measured seconds from all staged to committed, scaled to the present state; None: not measured."""
+        return self.save.estimate_s(sum(self._arenas.needed_bytes)) if self.save is not None else None
+
+    def expected_save_s(self, saving_s: float | None = None) -> float:
+        """Expected seconds from an appointment until the snapshot is saved, without a reserve. `saving_s`: from all
+        staged to saved; None: to committed."""
+        if saving_s is None:
+            saving_s = SAVING_S if self.saving_s is None else self.saving_s
+        return STEPS_APART * self._step_timing.boundary_interval_s + 2 * self.latency_s + self._last_stall_s + saving_s
+
+    @property
+    def lead_time_s(self) -> float:
+        """Seconds before a deadline at which the last appointment has to be made."""
+        return exit_lead_s(self.expected_save_s())

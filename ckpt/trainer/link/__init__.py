@@ -1,4 +1,5 @@
-"""The trainer's connections: to its agent (link.py), and to the other ranks while it enters (collective.py).
+"""The trainer's connections: to its agent (link.py and its parts), and to the other ranks while it enters
+(collective.py).
 
-This package may import trainer/state and ckpt.ipc. Start reading at link.py, then slots.py and levels.py.
+This package may import trainer/state and ckpt.ipc. Start reading at link.py.
 """

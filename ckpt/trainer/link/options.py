@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt.errors import UsageError
@@ -83,18 +83,9 @@ def make_options(
         raise UsageError(f"peers={peers!r}: a ckpt.Replicas(...), a ckpt.Parity(...), or None for none")
     best = keep.best
     return {
-        "policy": _policy(policy),
-        "keep": {
-            "last": keep.last,
-            "every": keep.every,
-            "best": None if best is None else [best.metric, best.mode],
-        },
-        "limits": {
-            "memory": limits.memory,
-            "bandwidth": limits.bandwidth,
-            "peer_bandwidth": limits.peer_bandwidth,
-            "unsaved_s": limits.unsaved_s,
-        },
+        "policy": {"kind": type(policy).__name__.lower(), **asdict(policy)},
+        "keep": {**asdict(keep), "best": None if best is None else [best.metric, best.mode]},
+        "limits": {name: getattr(limits, name) for name in ("memory", "bandwidth", "peer_bandwidth", "unsaved_s")},
         "codec": codec,
         "peers": _peers(peers),
     }
@@ -140,10 +131,3 @@ def _peers(peers: Replicas | Parity | None) -> dict[str, Any] | None:
     if isinstance(peers, Parity):
         return {"data": peers.data, "parity": peers.parity}
     return None if peers is None else {"replicas": peers.n}
-
-
-def _policy(policy: Every | Adaptive) -> dict[str, Any]:
-    if isinstance(policy, Every):
-        return {"kind": "every", "steps": policy.steps, "seconds": policy.seconds}
-    found = {"overhead": policy.overhead, "store_mb_s": policy.store_mb_s, "at_risk_s": policy.at_risk_s}
-    return {"kind": "adaptive", **found}

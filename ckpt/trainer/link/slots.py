@@ -1,8 +1,8 @@
 """The slots of one rank: the offered state, the plan that the agent made for it, and the arenas that are ready.
 
 Guarantees:
-- An arena is written only between its grant (`grant-arena`) and the report of a snapshot in it (`snapshot-staged`,
-  `snapshot-missed`), and only by this process.
+- An arena is written only between its grant (`grant-arena`) and the report of a snapshot in it (`snapshot-staged`),
+  and only by this process.
 - What is bound, declared and filled in an arena belongs to one plan: the thread that does it holds the slot.
 - The agent is told that a slot is warm once its arena is ready for the present plan and nobody holds the slot.
 """

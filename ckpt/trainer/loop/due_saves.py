@@ -1,4 +1,4 @@
-"""The saves of `ckpt.Every(steps=N)`: which steps are due, and how long training waits for such a save.
+"""How long training waits for a save of `ckpt.Every(steps=N)`.
 
 All ranks know N and count the same steps. So each rank asks for the save by itself at the same boundary, as in
 `ck.save()`, and nobody announces it.
@@ -12,30 +12,8 @@ from typing import Any
 
 from ckpt.errors import AgentError, NotStaged
 from ckpt.ipc.client import Pending
-from ckpt.policy.adaptive import Adaptive
-from ckpt.policy.save_options import Every
 
 SILENCE_S = 10.0  # how long a due save waits for an agent that is silent
-
-
-class DueSaves:
-    """The due saves of one rank. `is_due`: a step has ended that the policy names, and its save was not asked for yet.
-    It stays set until `mark_requested`: if nothing may be saved at one boundary, the save happens at the next one."""
-
-    def __init__(self, policy: Every | Adaptive) -> None:
-        self._interval_steps = policy.steps if isinstance(policy, Every) else None
-        self.is_due = False
-
-    def note_step_end(self, step: int) -> bool:
-        """Notes that `step` (counted from the run's first one) has ended. Returns whether a save is due at this
-        boundary."""
-        if self._interval_steps is not None and step % self._interval_steps == 0:
-            self.is_due = True
-        return self.is_due
-
-    def mark_requested(self) -> None:
-        """Notes that the save is asked for now. Whatever its result, the next save is that of a later step."""
-        self.is_due = False
 
 
 class SavePatience:

@@ -6,11 +6,9 @@ outcome. Once a candidate was tried, the entry ends in a restored checkpoint or 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
@@ -20,8 +18,6 @@ from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, StateMismatch, U
 from ckpt.events import Events
 from ckpt.format.manifest import Manifest
 from ckpt.format.record import decode_manifest
-from ckpt.ipc import secret
-from ckpt.ipc.addresses import Address
 from ckpt.ipc.client import Pending
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import coordinator_of, encode_nodes
@@ -31,8 +27,9 @@ from ckpt.storage.names import redact_url
 from ckpt.threads import Tasks
 from ckpt.trainer.link import collective
 from ckpt.trainer.link.export_plan import write_companions
-from ckpt.trainer.link.link import JoinTerms
+from ckpt.trainer.link.membership import JoinTerms
 from ckpt.trainer.link.options import UserOptions
+from ckpt.trainer.loop.rank_facts import check_facts, choose_secret, find_facts, warn_differing_settings
 from ckpt.trainer.loop.run_report import RunReport
 from ckpt.trainer.loop.saver import Saver
 from ckpt.trainer.loop.worker_signals import shield_loaders
@@ -41,15 +38,14 @@ from ckpt.trainer.restore.init_weights import join_reasons, load_weights
 from ckpt.trainer.restore.restore_plan import RestorePlan
 from ckpt.trainer.snapshot.cuda_copier import make_copier
 from ckpt.trainer.snapshot.snapshot import Snapshotter
-from ckpt.trainer.state.adapters import check_adapters
 from ckpt.trainer.state.mesh_coordinate import Coordinate, coordinate_by_rank, find_coordinate
 from ckpt.trainer.state.names import shorten_names
+from ckpt.trainer.state.state_checks import check_adapters
 from ckpt.trainer.state.state_walk import StateWalker
 from ckpt.types import Identity, Version
 
 T = TypeVar("T")
 
-ALIKE = "all ranks must construct the Checkpointer alike"
 # A start fails after so long without progress. The agent lists the store, and may watch another job.
 SILENCE_S = 900.0
 
@@ -110,15 +106,17 @@ class JobEntry:
         self._group = collective.open_group(asked.process_group, events)
         self._coordinate = self._agree_on_coordinate()
         self.saver = self._on_all_ranks(lambda: self._make_saver(ends))
-        self._overwritten = restore.Overwritten(self.saver.walker)
+        self._overwritten = restore.Overwritten(self.saver.offered.walker)
 
     def enter(self) -> RestoreResult:
         """Enters the job, and restores the state. Its figures go into the report."""
         asked, group = self._asked, self._group
-        facts = self._gather(self._on_all_ranks(self._find_facts))
-        _check_facts(facts)
+        connection = self.saver.link.connection
+        own = self._on_all_ranks(lambda: find_facts(asked, self._settings, connection, self._coordinate))
+        facts = self._gather(own)
+        check_facts(facts)
         if group.rank == 0:
-            _warn_differing_settings(self._events, facts)
+            warn_differing_settings(self._events, facts)
         nodes = self._gather_nodes(facts)
         launch, peers = facts[0]["launch"], facts[0]["peers"]
         begin = {
@@ -144,17 +142,17 @@ class JobEntry:
         asked, link = self._asked, self.saver.link
         if (export := asked.export) is not None:
             self._on_first_rank(lambda: write_companions(export, asked.state))
-        offer = self.saver.make_offer(Version(0), positions=False)
+        offer = self.saver.offered.make_offer(Version(0), positions=False)
         self._on_all_ranks(lambda: link.join(terms, offer))
         found, last = self._restore(decision)
         parent, ancestors = _find_ancestry(last)
-        link.terms = replace(terms, parent=parent, ancestors=ancestors)
+        link.membership.terms = replace(terms, parent=parent, ancestors=ancestors)
         done = {"epoch": terms.epoch, "identity": found.identity}
         self._on_first_rank(lambda: link.request("restored", done, SILENCE_S))
-        is_told = self._on_all_ranks(lambda: self.saver.offer_changes(found.version))
+        is_told = self._on_all_ranks(lambda: self.saver.offered.offer_changes(found.version))
         if not is_told and (found.identity is not None or asked.init is not None):
             # The agent has the hashes of the state before the restore.
-            self.saver.mark_hashes_stale()
+            self.saver.offered.mark_hashes_stale()
         return found
 
     # -- collectives
@@ -221,30 +219,8 @@ class JobEntry:
             shield = ExitStack()
             ends.append(shield.close)
             shield.enter_context(shield_loaders(saver.walk.scan.nodes, events))
-        saver.link.connect()
+        saver.link.agent.connect()
         return saver
-
-    def _find_facts(self) -> dict[str, Any]:
-        """What this rank tells all others. Errors: UsageError if the store's variables could not be sent to an agent,
-        as one of the ranks will do."""
-        store_environment()
-        asked, settings, agent = self._asked, self._settings, self.saver.link.connection
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # Each network namespace of a machine counts as a host of its own.
-        network = os.stat("/proc/self/ns/net").st_ino
-        return {
-            "url": asked.url,
-            "host": f"{boot}-{network}",
-            "agent": agent.incarnation,
-            "coordinate": self._coordinate.text,
-            "options": _compared_options(asked),
-            "state": sorted(asked.state),
-            "peers": list(settings.peers),
-            "launch": settings.launch,
-            "secret": secret.secret_fingerprint(settings),
-            # What the agent knows of earlier starts on several nodes: the newest epoch, and the run's secret.
-            "known": agent.known_secret,
-        }
 
     def _gather_nodes(self, facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The job's nodes with their names, addresses and ranks, rank 0's first; the agents are told to listen. The
@@ -262,9 +238,10 @@ class JobEntry:
                 "or XDG_RUNTIME_DIR, the folder of the agents' sockets",
                 loud=True,
             )
-        run_secret = collective.broadcast_from_first(self._group, lambda: _choose_secret(self._settings, former))
-        nodes: dict[str, dict[str, Any]] = {}
-        for rank, told in enumerate(self._gather(self._on_all_ranks(lambda: self.saver.link.listen(run_secret)))):
+        run_secret = collective.broadcast_from_first(self._group, lambda: choose_secret(self._settings, former))
+        link, nodes = self.saver.link, dict[str, dict[str, Any]]()
+        own = self._on_all_ranks(lambda: link.membership.listen(link.connection, run_secret))
+        for rank, told in enumerate(self._gather(own)):
             nodes.setdefault(told["name"], {**told, "ranks": []})["ranks"].append(rank)
         return list(nodes.values())
 
@@ -296,7 +273,7 @@ class JobEntry:
             text = f"ckpt: the checkpoint of {step} cannot be restored ({bad}); falling back to the one before it"
             events.emit("restore.skipped", text, loud=True, identity=str(identity))
             told = {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]}
-            decision = _request_decision(self._group, self.saver, "next-candidate", told)
+            decision = _request_decision(self._group, self.saver, "restored", told)
         if failures:
             raise NoCheckpoint(
                 f"{redact_url(asked.url)} has checkpoints, but none can be restored: {'; '.join(failures)}. "
@@ -314,22 +291,23 @@ class JobEntry:
 
         def read() -> tuple[Manifest, RestorePlan, dict[str, int]]:
             manifest = decode_manifest(manifest_data)
-            targets = restore.read_targets(saver.link, self._tasks, saver.walker, identity, manifest, asked.strict)
+            targets = restore.read_targets(
+                saver.link, self._tasks, saver.offered.walker, identity, manifest, asked.strict
+            )
             return manifest, *targets
 
         known, failure = self._try_on_all_ranks(read)
         if known is None:
             return failure
         manifest, targets, sources = known
-        lacks_option = bool(saver.walker.saved_base) and not asked.trainable_only
+        lacks_option = bool(saver.offered.walker.saved_base) and not asked.trainable_only
         hint = "It was saved with trainable_only=True, which this start does not give. " if lacks_option else ""
         restore.check_match(self._group, targets, asked, events, identity, overwritten, hint)
-        written: set[int] = set()
         filled, failure = self._try_on_all_ranks(
-            lambda: restore.fill(saver.link, self._tasks, identity, manifest, targets, written)
+            lambda: restore.fill(saver.link, self._tasks, identity, manifest, targets, overwritten)
         )
         if filled is None:
-            self._on_all_ranks(lambda: overwritten.add_candidate(manifest, targets, written))
+            self._on_all_ranks(overwritten.add_failed)
             return failure
         self._on_all_ranks(targets.install)
         if targets.overruled_lines and self._group.rank == 0:
@@ -350,7 +328,7 @@ class JobEntry:
         asked = self._asked
         if asked.init is not None:
             self._fill_from_init(asked.init, is_base=True)
-        differing = self._gather(self._on_all_ranks(self.saver.walker.find_changed_base))
+        differing = self._gather(self._on_all_ranks(self.saver.offered.walker.find_changed_base))
         every = sorted({name for said in differing for name in said})
         if not every:
             return
@@ -366,7 +344,7 @@ class JobEntry:
     def _fill_from_init(self, init: str, is_base: bool = False) -> None:
         """Loads the weights of `init=`, if `is_base` only the frozen ones. Each rank may have other modules. Errors:
         those of `load_weights`; StateMismatch if none of the weights fits a module of any rank."""
-        walker, strict, events = self.saver.walker, self._asked.strict, self._events
+        walker, strict, events = self.saver.offered.walker, self._asked.strict, self._events
         loaded = self._on_all_ranks(lambda: load_weights(init, walker, strict, is_base))
         every = self._gather([loaded.has_filled, list(loaded.unfit_reasons.values())])
         unfit = sorted({line for _, lines in every for line in lines})
@@ -394,70 +372,6 @@ def _mesh_text(mesh: list[Any]) -> str:
     return " x ".join(f"{name} {size}" for name, size in mesh)
 
 
-def _compared_options(asked: UserOptions) -> dict[str, Any]:
-    switches = {name: getattr(asked, name) for name in ("strict", "generators", "take_over", "init", "trainable_only")}
-    return {**asked.options, **switches}
-
-
-def _find_difference(one: Any, other: Any, name: str = "options") -> tuple[str, Any, Any] | None:
-    """The first option in which two ranks differ, by name such as `limits.memory`, and both values; None: none. Options
-    of different kinds are compared as a whole."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        inside = f"{name}." if name != "options" else ""
-        return next(filter(None, (_find_difference(one[key], other[key], inside + key) for key in one)), None)
-    return None if one == other else (name, one, other)
-
-
-def _check_facts(facts: list[dict[str, Any]]) -> None:
-    """Compares the ranks' facts. All ranks have the same facts, and so raise the same error. Errors: UsageError."""
-    first = facts[0]
-    for rank, said in enumerate(facts):
-        whole = ((name, first[name], said[name]) for name in ("url", "state") if first[name] != said[name])
-        found = _find_difference(first["options"], said["options"]) or next(whole, None)
-        if found is not None:
-            raise UsageError(f"{ALIKE}: {found[0]} is {found[1]!r} on rank 0 and {found[2]!r} on rank {rank}")
-    seen: dict[str, int] = {}
-    for rank, said in enumerate(facts):
-        other = seen.setdefault(said["coordinate"], rank)
-        if other != rank:
-            raise UsageError(
-                f"ranks {other} and {rank} have the same mesh coordinate {said['coordinate']!r}: give mesh= one that "
-                "names every rank of the job"
-            )
-
-
-def _warn_differing_settings(events: Events, facts: list[dict[str, Any]]) -> None:
-    """Warns of settings that differ between ranks and that only count on rank 0's node: at the next start the launcher
-    may place rank 0 on any other node."""
-    for name, variable in (("peers", "CKPT_PEERS"), ("secret", "CKPT_SECRET_FILE")):
-        # The order of peers does not matter.
-        found = [{*said[name]} if name == "peers" else said[name] for said in facts]
-        rank = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-        if rank is not None:
-            events.emit(
-                "nodes.differ",
-                f"ckpt: {variable} of rank {rank} is not that of rank 0, which counts. The next start may have rank 0 "
-                "on another node. Then it may not find the memory-only nodes, or what other nodes hold. Set it on all "
-                f"nodes, to {'the same' if name == 'peers' else 'a file of the same secret'}",
-                loud=True,
-                variable=variable,
-                rank=rank,
-            )
-
-
-def _choose_secret(settings: Settings, former: bytes) -> bytes:
-    """The run's secret, on rank 0. `former`: the secret of the newest start of which an agent is left; b"" if there is
-    none. Errors: UsageError."""
-    for each in settings.peers:
-        Address.parse(each, "CKPT_PEERS")
-    if settings.peers and settings.secret_file is None:
-        raise UsageError(
-            "CKPT_PEERS names memory-only nodes, which know the run by its secret: set CKPT_SECRET_FILE to the file "
-            "that they were started with"
-        )
-    return secret.choose_secret(settings, former)
-
-
 def _request_decision(
     group: collective.RankGroup, saver: Saver, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()
 ) -> StartDecision:
@@ -467,7 +381,7 @@ def _request_decision(
 
     def wait() -> bytes:
         nonlocal pending
-        pending = pending or saver.link.start_request(kind, fields, blobs)
+        pending = pending or saver.link.connection.start_request(kind, fields, blobs=blobs)
         answer = pending.wait_while_progressing(SILENCE_S)
         return StartDecision.encode(answer) if answer is not None else b""
 

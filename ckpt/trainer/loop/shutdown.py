@@ -19,9 +19,7 @@ from typing import Any
 
 from ckpt.errors import AgentError, CkptError, CommitFailed, SaveFailed, UsageError
 from ckpt.events import Events
-from ckpt.ipc import outcome_file
-from ckpt.ipc.client import make_agent_paths
-from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
+from ckpt.ipc.notice_sources import SIGNAL_SOURCE
 from ckpt.preemption.notice import Notice, NoticeChange
 from ckpt.preemption.signals import Signals
 from ckpt.settings import Settings
@@ -48,17 +46,15 @@ class Shutdown:
         self._tasks = tasks
         self._events = events
         self._settings = settings
-        self._restart_follows = settings.restarts_left > 0
         self._signals: Signals | None = None
         # The deadline of each signal that came, by its name, on the monotonic clock.
         self._signal_deadlines: dict[str, float] = {}
-        self._stop_listening = Flag()  # ends only the listening; other threads of `tasks` may still be needed
+        self._is_closed = Flag()  # ends only the threads of this object; others of `tasks` may still be needed
         self._changed = Condition()
         self._is_running = False  # whether the thread of `_watch_deadline` exists
         self._is_exiting = False
-        self._must_leave = False
-        self._restarts_at_hold = 0  # restarts of the agent when this rank held for the last appointment
-        self._is_closed = False
+        # The restarts of the agent when this rank held for the verdict that it leaves; None: there is no such verdict.
+        self._restarts_at_hold: int | None = None
         self._leave_lock = threading.Lock()  # the agent answers only one request to leave per rank
 
     def start_listening(self) -> None:
@@ -76,17 +72,17 @@ class Shutdown:
             text = f"ckpt: {', '.join(each.name for each in leads_s)} are not taken for notices: {exc}"
             self._events.emit("signals.unheard", text, loud=True)
             return
-        self._tasks.start("signals", lambda: signals.listen(self._stop_listening, self._on_signal, self._on_repeat))
+        self._tasks.start("signals", lambda: signals.listen(self._is_closed, self._on_signal, self._on_repeat))
 
     def wait_for_verdict(self, attempt: int) -> bool:
         """Waits for the verdict on the last appointment. Returns whether to leave. The wait has no time-out: the other
         ranks may have left, so a held rank never goes on by itself."""
-        self._restarts_at_hold = self._link.agent_restarts
+        restarts = self._link.agent.restarts
         leave, by_s = self._request_verdict(attempt)
         if not leave:
             return False
         if by_s is not None:
-            self._must_leave = True
+            self._restarts_at_hold = restarts
             self._advance_deadline(by_s)
         # These signals were acted on, and are not delivered again.
         if self._signals is not None:
@@ -103,10 +99,10 @@ class Shutdown:
             try:
                 said = self._link.request("rank-holds", {"attempt": attempt}, None).fields
             except AgentError:
-                if self._link.has_leave_verdict(attempt):
+                if self._link.view.leave_attempt == attempt:
                     return True, math.inf  # the deadline is lost with the agent
-                while not self._link.is_rejoined:
-                    if self._link.is_given_up:
+                while not self._link.agent.is_rejoined:
+                    if self._link.agent.is_given_up:
                         terms = self._link.terms
                         return (True, math.inf) if terms is not None and len(terms.nodes) > 1 else (False, None)
                     self._tasks.stopping.wait(RETRY_INTERVAL_S)
@@ -124,7 +120,7 @@ class Shutdown:
         """Lets running saves finish, after an exception has left the block. Returns the failure, if any."""
         began_s = time.monotonic()
         until_s = self.begin_exit(exit_s)
-        if self._restart_follows and not self._must_leave:
+        if self._settings.restarts_left > 0 and self._restarts_at_hold is None:
             # The agent goes on without this rank, and a restart must not be delayed.
             return None
         if self._link.levels.has_pending_versions:
@@ -132,7 +128,7 @@ class Shutdown:
             bound = "the notice's deadline" if until_s < began_s + exit_s else "ckpt.Limits(exit_s=)"
             text = f"ckpt: waiting up to {left_s:.0f} s for what is being saved (by {bound})"
             self._events.emit("exit.waiting", text, loud=True)
-        return self.leave("notice" if self._must_leave else "exception", until_s)
+        return self.leave("exception" if self._restarts_at_hold is None else "notice", until_s)
 
     def leave(self, outcome: str, until_s: float) -> CkptError | None:
         """Tells the agent that this rank leaves, and waits for running saves. Returns the failure if something did not
@@ -141,7 +137,7 @@ class Shutdown:
             if outcome == "notice":
                 # If the other thread holds the lock, it ends the process, and this wait never returns.
                 with self._leave_lock:
-                    if self._link.agent_restarts != self._restarts_at_hold:
+                    if self._link.agent.restarts != self._restarts_at_hold:
                         self.save_again(until_s)  # the present agent does not have the last snapshot
                     said = self._leave_after_notice("", until_s, self.save_again)
             else:
@@ -159,63 +155,39 @@ class Shutdown:
         if newest is not None and newest >= version:
             return None
         text = str(failure)
-        if self._link.has_agent and levels.is_staged(version) and (keeps_s := self._settings.orphan_s):
+        if self._link.agent.is_open and levels.is_staged(version) and (keeps_s := self._settings.orphan_s):
             text += (
                 f". This host's memory keeps step {version.step}: the agent goes on trying for {keeps_s / 60:.3g} min "
                 "(12 times CKPT_LINGER_S), and a start on this host goes on from that step"
             )
         return CommitFailed(text)
 
-    def _leave_after_notice(
-        self, why: str, until_s: float, save_again: Callable[[float], None] = lambda until_s: None
-    ) -> dict[str, Any]:
-        """The agent's answer to a leave after a notice. If there is no agent any more, rank 0 writes the outcome file
-        itself."""
-        by_s = self.leave_by_s if self.leave_by_s < math.inf else until_s
-        try:
-            return self._link.leave_after_notice(
-                why, max(until_s, time.monotonic() + ANSWER_S_MIN), by_s, self._notice_names(), save_again
-            ).fields
-        except AgentError as exc:
-            if not self._link.has_agent:
-                self._write_outcome(why, by_s - time.monotonic(), exc)
-            raise
-
-    def _notice_names(self) -> list[str]:
-        """The notices that came here, named as in an outcome."""
-        return sorted(f"{SIGNAL_SOURCE} {key}" for key in self._signal_deadlines)
-
-    def _write_outcome(self, why: str, left_s: float, error: AgentError) -> None:
-        terms, newest = self._link.terms, self._link.levels.newest("store")
-        if terms is None or terms.rank:
-            return
-        step = newest.step if newest is not None else None
-        body = {
-            "how": "ended" if why else "left",
-            "why": why,
-            "notices": self._notice_names() or [FORMER_NOTICE],
-            "level": "none" if newest is None else "store",
-            "version": str(newest) if newest is not None else None,
-            "step": step,
-            "committed_step": step,
-            "peer_step": None,
-            "left_s": round(left_s, 3),
-            "error": str(error),
-        }
-        try:
-            path = self._settings.outcome_file
-            path = path or make_agent_paths(self._link.url, self._settings).socket.with_suffix(".outcome.json")
-            outcome_file.write_outcome(path, terms.epoch, terms.launch, body)
-        except (OSError, CkptError) as exc:
-            self._events.emit("outcome.failed", f"ckpt: what was saved could not be written: {exc}", loud=True, **body)
-        self._events.emit("notice.outcome", outcome_file.describe_outcome(body), loud=True, **body)
+    def _leave_after_notice(self, why: str, until_s: float, save_again: Callable[[float], None]) -> dict[str, Any]:
+        """The agent's answer to a leave after a notice: the machine may be gone soon, so nobody comes later for what is
+        staged. If the agent dies meanwhile another one is started, and `save_again(until_s)` is called. `why`: why the
+        process is ended; "" if it leaves in order. Errors: as `Link.leave`; AgentError too if no other agent can be
+        had."""
+        link, by_s = self._link, self.leave_by_s if self.leave_by_s < math.inf else until_s
+        until_s = max(until_s, time.monotonic() + ANSWER_S_MIN)
+        notices = sorted(f"{SIGNAL_SOURCE} {key}" for key in self._signal_deadlines)
+        while True:
+            newest, now_s = link.levels.newest("store"), time.monotonic()
+            committed = str(newest) if newest is not None else None
+            told = {"why": why, "left_s": by_s - now_s, "committed": committed, "notices": notices}
+            try:
+                return link.leave("notice", max(0.0, until_s - now_s), **told).fields
+            except AgentError as exc:
+                if link.agent.is_open or link.superseded_by is not None or time.monotonic() >= until_s:
+                    # The agent lives, and is too slow or refuses; or no other one is wanted.
+                    raise
+                link.agent.await_another(until_s, exc)
+                save_again(until_s)
 
     def end_threads(self) -> None:
         """Ends the threads of this object, before their owner waits for them."""
+        self._is_closed.set()
         with self._changed:
-            self._is_closed = True
             self._changed.notify_all()
-        self._stop_listening.set()
         if self._signals is not None:
             self._signals.wake()
 
@@ -257,7 +229,7 @@ class Shutdown:
     def _wake_thread(self) -> None:
         with self._changed:
             self._changed.notify_all()
-            if self._is_running or self._is_closed:
+            if self._is_running or self._is_closed.is_set():
                 return
             self._is_running = True
         # `tasks` may be closed meanwhile.
@@ -273,23 +245,26 @@ class Shutdown:
                 came = dict(self._signal_deadlines)
                 by_s = self.leave_by_s
                 exiting = self._is_exiting
-                closed = self._is_closed
                 end = self._link.end_order
-            if closed:
+            if self._is_closed.is_set():
                 return
             if end is not None and not (end.is_after_saves and exiting):
                 self._end_as_ordered(end)
             left_s = by_s - RESERVE_S - time.monotonic()
             if left_s <= 0:
                 _end_process("the deadline has come")
-            if heard != (self._link.agent_restarts, len(came)):
+            if heard != (self._link.agent.restarts, len(came)):
                 heard = self._send_notices(came, heard)
             with self._changed:
-                if not self._is_closed and self._link.end_order is end and len(self._signal_deadlines) == len(came):
+                if (
+                    not self._is_closed.is_set()
+                    and self._link.end_order is end
+                    and len(self._signal_deadlines) == len(came)
+                ):
                     self._changed.wait(min(max(left_s, 0.0), RETRY_INTERVAL_S))
 
     def _send_notices(self, came: dict[str, float], heard: tuple[int, int]) -> tuple[int, int]:
-        restarts = self._link.agent_restarts
+        restarts = self._link.agent.restarts
         try:
             for key, by_s in came.items():
                 # Seconds that are left, since clocks of hosts differ.
@@ -301,12 +276,12 @@ class Shutdown:
         return restarts, len(came)
 
     def _end_as_ordered(self, end: EndOrder) -> None:
-        if end.is_after_saves and not self._restart_follows:
+        if end.is_after_saves and self._settings.restarts_left <= 0:
             with self._leave_lock, contextlib.suppress(CkptError):
                 if self._is_exiting:
                     # The training thread came to the end of the block meanwhile, and has waited.
                     return
-                self._leave_after_notice(end.reason, self.leave_by_s - RESERVE_S)
+                self._leave_after_notice(end.reason, self.leave_by_s - RESERVE_S, lambda until_s: None)
                 _end_process(end.reason)
         _end_process(end.reason)
 

@@ -33,22 +33,22 @@ class Steps:
         self._events = events
         self._loop_token: object = None  # the newest one
         self._had_none_left = False  # whether that loop had no step
-        self._is_in_body = False  # whether the loop's body is running
-        self._has_ended_in_body = False  # whether that body has ended its step
+        self._is_in_step = False  # whether the loop's body is running, and has not ended its step
 
     def end_step(self) -> int:
         """Counts the end of the next step. Returns its number."""
         updates, step = self._step_tracking, self.last_ended + 1
-        if updates.foreign_optimizer is not None and updates.pending_updates:
+        scalers, unregistered = updates.counted.scalers, updates.unregistered
+        if unregistered.foreign is not None and updates.pending_updates:
             # A registered optimizer trains, too: a scaler has skipped its step.
-            updates.foreign_optimizer = None
-        collected = updates.read_scaler_states() if updates.scalers else ()
-        if updates.finished_updates or updates.scalers or not updates.is_idle:
+            unregistered.foreign = None
+        collected = updates.read_scaler_states() if scalers else ()
+        if updates.finished_updates or scalers or not updates.is_idle:
             updates.note_step_end(step)
         # No call in these lines, so no Ctrl-C between them: if the user caught it, an update would count twice.
         updates.finished_updates, updates.is_fenced, updates.scaler_states = 0, False, collected
-        updates.unregistered.boundary_count += 1
-        self.last_ended, self.sub, self._has_ended_in_body = step, 0, True
+        unregistered.boundary_count += 1
+        self.last_ended, self.sub, self._is_in_step = step, 0, False
         if self._loader_watch.is_open:
             self._loader_watch.note_boundary()
         return step
@@ -61,20 +61,19 @@ class Steps:
         self._loop_token = loop = object()
         self._had_none_left = self.last_ended >= last
         while self.last_ended < last:
-            self._has_ended_in_body = False
-            self._is_in_body = True
+            self._is_in_step = True
             yield self.last_ended + 1
             if self._loop_token is not loop:
                 raise UsageError("a loop over ck.steps() has run within this one: give each step to one of them")
-            self._is_in_body = False
-            if not self._has_ended_in_body:
+            is_in_step, self._is_in_step = self._is_in_step, False
+            if is_in_step:
                 end()
 
     def leave_loop(self) -> bool:
         """Whether the loop was left after an update that no step has ended; that update then counts as a step. If the
         loop was left before the update, the data that was drawn for the step is lost, and an event says so."""
         updates = self._step_tracking
-        begun, self._is_in_body = self._is_in_step, False
+        begun, self._is_in_step = self._is_in_step, False
         # Until a first step has ended, an update outside ck.steps() need not be a step.
         if (updates.pending_updates and (begun or self.has_ended_step)) or (
             updates.is_fenced and updates.has_manual_updates and begun
@@ -92,7 +91,7 @@ class Steps:
         """Begins the version of a poll, a save or the exit, and returns it."""
         self._loader_watch.note_poll()
         self.sub += 1
-        self._saver.link.enter(self.last_ended + 1, self.sub)
+        self._saver.link.view.enter(self.last_ended + 1, self.sub)
         return self.version
 
     @property
@@ -118,11 +117,6 @@ class Steps:
         """Whether a registered loader may be ahead of the last boundary."""
         return self._is_in_step and self._saver.walk.has_loaders
 
-    @property
-    def _is_in_step(self) -> bool:
-        """Whether the loop's body is in a step that has not ended."""
-        return self._is_in_body and not self._has_ended_in_body
-
 
 class Appointments:
     """Keeps each appointment of the control page once, or answers that it was missed."""
@@ -140,7 +134,7 @@ class Appointments:
     def serve_due(self) -> None:
         """Reads the control page, at a boundary or a poll. Errors: Leave, if the job leaves after an appointment."""
         steps = self._steps
-        words = self._link.read_control_words(steps.last_ended, steps.sub)
+        words = self._link.view.read_words(steps.last_ended, steps.sub)
         if words != self._last_words or steps.last_ended >= self._next_due_step:
             self._serve_words(words)
 
@@ -167,7 +161,7 @@ class Appointments:
         """Answers one appointment that is due or past."""
         saver, version, updates = self._saver, self._steps.version, self._step_tracking
         if place is RankPlace.LATE:
-            saver.report_late(told.attempt_number, version.step)
+            saver.report_missed(told.attempt_number, Version(version.step), "late")
         elif updates.torn_reason:
             saver.report_missed(told.attempt_number, version, updates.torn_reason)
         elif version.sub and self._is_mid_step(version):

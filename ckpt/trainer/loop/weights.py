@@ -39,6 +39,7 @@ class Weights:
     def __init__(self, parts: Callable[[], Sequence[Optimizer | nn.Module]]) -> None:
         self.is_watching = False
         self._parts = parts
+        self._first_glance: Glance = ()
         self._boundary_glance: Glance | None = None  # at the last boundary
         self._clear()
 
@@ -50,10 +51,14 @@ class Weights:
         self._addresses: list[int] = []  # the addresses to which `_reads` belong
         self._reads: list[list[Callable[[], Tensor]]] = []
 
-    def take_first_glance(self) -> Glance:
+    def begin(self) -> None:
         """Takes the first glance: the start of training is a boundary."""
-        self._boundary_glance = found = self.glance()
-        return found
+        self._boundary_glance = self._first_glance = self.glance()
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether the parameters differ from those at the start of training, as far as is known."""
+        return not are_equal_glances(self._first_glance, self.glance())
 
     def note_step_end(self, has_updated: bool) -> None:
         """Notes that a step has ended."""

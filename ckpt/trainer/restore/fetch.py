@@ -158,8 +158,7 @@ def _receive_stream(
             if pending >= BATCH_BYTES:
                 link.connection.notify("frames-received", {"ok": good, "bad": []})
                 good, pending = [], 0
-    link.connection.notify("frames-received", {"ok": good, "bad": []})
-    link.connection.notify("stream-ended", {"stream": number})
+    link.connection.notify("frames-received", {"ok": good, "bad": [], "stream": number})
 
 
 def _read_files(link: Link, listed: FileList, deliver: Deliver, rooms: FrameMemory | None, ended: Flag) -> None:

@@ -33,17 +33,12 @@ class Filler:
     """Puts frames into the tensors that want them. `tensors[i]`: the destination of `wants[i]`, on any device, with any
     strides; autograd does not notice. Frames may be given in any order, by several threads at once. Call
     `check_overlaps` at the end. A frame of `whole` may instead be put into its `room` by the caller, who checks its
-    hash; see fetch.Rooms. `written` gets each frame before any of its bytes is copied. Errors: those of `cuts`."""
+    hash; see file_reads.FrameMemory. `has_written`: whether a tensor may have got bytes, right or wrong. Errors: those
+    of `plan_cuts`."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        wants: Sequence[Want],
-        tensors: Sequence[torch.Tensor],
-        written: set[int] | None = None,
-    ) -> None:
+    def __init__(self, manifest: Manifest, wants: Sequence[Want], tensors: Sequence[torch.Tensor]) -> None:
         self._wants, self._tensors = wants, tensors
-        self._written_frames = set() if written is None else written
+        self.has_written = False
         self._overlapping = _find_overlapping(tensors)
         self._lift = Lift({tensor.device for tensor in tensors if tensor.is_cuda})
         # (want, destination, hash of the bytes) for tensors whose memory overlaps that of another.
@@ -71,7 +66,7 @@ class Filler:
     def __call__(self, frame: int, raw: memoryview) -> bool:
         """Fills in all that `raw`, the frame's raw bytes, holds. Returns whether its hash is right. If it is not, the
         tensors may hold wrong bytes until the frame comes again."""
-        self._written_frames.add(frame)
+        self.has_written = True
         expected = (self._hash_high[frame], self._hash_low[frame])
         run = self._runs_by_frame.get(frame)
         if run is not None:
@@ -96,7 +91,7 @@ class Filler:
         return self._runs_by_frame.keys()
 
     def frame_memory(self, frame: int) -> memoryview:
-        self._written_frames.add(frame)
+        self.has_written = True
         return self._runs_by_frame[frame].data
 
     def has_right_hash(self, frame: int, value: tuple[int, int]) -> bool:

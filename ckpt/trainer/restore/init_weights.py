@@ -7,7 +7,6 @@ custom module (names.is_custom) gets its state by its own load_state_dict().
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -124,7 +123,7 @@ def _find_wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk)
 
     filled: set[str] = set()
     buffers = walk.scan.buffer_names()
-    cutter = Cutter(math.prod(size for _, size in walker.coordinate.mesh))
+    cutter = Cutter(walker.coordinate.world)
     for node in modules:
         if not names.is_custom(node.value):
             for named in walk.scan.tensors_by_node[node.path]:

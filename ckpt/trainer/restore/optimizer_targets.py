@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,15 +146,6 @@ class OptimizerTargets:
     def _plan_group(self, view: OptimizerView, number: int, saved: SavedParamGroup) -> None:
         group, path = view.optimizer.param_groups[number], group_path(view.path, number)
         live = dict(value_trees.split_tensors(hyper_parameters(group), path, has_objects=True)[1])
-        misfits = [key for (key, *more), tensor in live.items() if not more and not _can_take(tensor, saved.hyper, key)]
-        for key in misfits:
-            name = join(group_path(view.path, number), key)
-            there = type(saved.hyper.value[key]).__name__
-            self.requests.note_difference(
-                "retyped", name, f"{name} is a tensor, in the checkpoint a value of type {there}"
-            )
-        if misfits:
-            return
         named = {name: live.get(place) for place, name in saved.hyper.tensors}
         load = self.requests.request_tree(saved.hyper, named, path, group)
 
@@ -304,26 +296,12 @@ def _class_flags(group: Any) -> set[str]:
     return {f"{key}={value}" if isinstance(value, bool) else str(key) for key, value in held if key not in _COMMON_KEYS}
 
 
-def _can_take(live: Any, saved: Tree, key: Any) -> bool:
-    """Whether a tensor among the hyper-parameters can take the value that was saved under its key."""
-    if key not in saved.value or any(path == (key,) for path, _ in saved.tensors):
-        return True
-    try:
-        torch.empty((), dtype=live.dtype, device="cpu").fill_(saved.value[key])
-    except (TypeError, RuntimeError, OverflowError):
-        return False
-    return True
-
-
 def _keep_live_form(live: Any, value: Any) -> Any:
-    """A hyper-parameter in the live one's form: in the same tensor (a compiled step reads it there), or as a number."""
+    """A hyper-parameter in the live one's form: in the same tensor (a compiled step reads it there), or as a number. As
+    it was saved if neither can hold it."""
     if isinstance(live, torch.Tensor) and (not isinstance(value, torch.Tensor) or value.shape == live.shape):
-        with allow_in_place(live):
-            if isinstance(value, torch.Tensor):
-                live.copy_(value)
-            else:
-                live.fill_(value)
-        return live
+        with suppress(TypeError, RuntimeError, OverflowError), allow_in_place(live):
+            return live.copy_(value) if isinstance(value, torch.Tensor) else live.fill_(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and isinstance(live, (int, float)):
         return value.item()
     return value

@@ -15,7 +15,6 @@ from ckpt.format import values
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import RANK_VALUES, VALUES, Manifest
 from ckpt.layout.replica_match import first_owners, match_replicas
-from ckpt.layout.reshard import plan_cuts
 from ckpt.storage.names import redact_url
 from ckpt.threads import Tasks
 from ckpt.trainer.link import collective
@@ -204,12 +203,13 @@ def warn_overruled(events: Events, lines: list[str]) -> None:
 
 
 def fill(
-    link: Link, tasks: Tasks, identity: Identity, manifest: Manifest, targets: RestorePlan, written: set[int]
+    link: Link, tasks: Tasks, identity: Identity, manifest: Manifest, targets: RestorePlan, overwritten: Overwritten
 ) -> dict[str, int]:
     """Fills the wanted tensors in place; returns the bytes by level. `RestorePlan.install` applies all else, after all
-    ranks agreed. `written` gets each frame before any of its bytes is copied; see Overwritten for when this rank or
-    another fails. Errors: DamagedData, AgentError; StateMismatch of `Filler.check_overlaps`."""
-    filler = Filler(manifest, targets.wants, targets.tensors, written)
+    ranks agreed. See Overwritten for when this rank or another fails. Errors: DamagedData, AgentError; StateMismatch of
+    `Filler.check_overlaps`."""
+    filler = Filler(manifest, targets.wants, targets.tensors)
+    overwritten.begin(targets, filler)
     with link.training_paused():
         sources = fetch(link, tasks, identity, filler.frames, filler, filler)
     filler.check_overlaps()
@@ -217,30 +217,34 @@ def fill(
 
 
 class Overwritten:
-    """The state's own tensors that failed candidates have overwritten on this rank. Their former content is lost. The
-    next candidate must fill all of them anew, or the state would be a mixture of two steps. Tensors that were made for
-    a candidate do not count: they were dropped with it."""
+    """The state's own tensors that failed candidates may have overwritten on this rank. Their former content is lost.
+    The next candidate must fill all of them anew, or the state would be a mixture of two steps. Tensors that were made
+    for a candidate do not count: they were dropped with it."""
 
     def __init__(self, walker: StateWalker) -> None:
         self._walker = walker
         self._names_by_place: dict[_Place, str] = {}
+        self._candidate: tuple[RestorePlan, Filler] | None = None  # the present one
 
     @property
     def names(self) -> list[str]:
         """The names of the overwritten tensors."""
         return sorted(set(self._names_by_place.values()))
 
-    def add_candidate(self, manifest: Manifest, targets: RestorePlan, written: Collection[int]) -> None:
-        """Notes what a candidate has overwritten that failed after `fill` got the frames `written`, right or wrong."""
-        if not written:
+    def begin(self, targets: RestorePlan, filler: Filler) -> None:
+        """Notes that the tensors of a candidate are to be filled."""
+        self._candidate = targets, filler
+
+    def add_failed(self) -> None:
+        """Notes what the present candidate may have overwritten: it has failed on this rank or another one."""
+        if self._candidate is None or not self._candidate[1].has_written:
             return
-        live = {
-            _storage_key(local) for _, pieces in self._walker.scan().tensors.values() for local in pieces.local_views
-        }
-        for want in {cut.want for cut in plan_cuts(manifest, targets.wants) if cut.frame in written}:
-            tensor = targets.tensors[want]
+        targets, _ = self._candidate
+        scan = self._walker.scan()
+        live = {_storage_key(local) for _, pieces in scan.tensors.values() for local in pieces.local_views}
+        for want, tensor in zip(targets.wants, targets.tensors, strict=True):
             if _storage_key(tensor) in live:
-                self._names_by_place.setdefault(_elements_key(tensor), targets.wants[want].name)
+                self._names_by_place.setdefault(_elements_key(tensor), want.name)
 
     def find_unfilled(self, targets: RestorePlan) -> list[str]:
         """The names of overwritten tensors that `targets` do not fill."""
@@ -249,7 +253,7 @@ class Overwritten:
 
 
 class _AgentSource:
-    """A Stored that reads through the agent. It fetches all value blobs, each one frame, at once."""
+    """A CheckpointSource that reads through the agent. It fetches all value blobs, each one frame, at once."""
 
     def __init__(self, link: Link, tasks: Tasks, identity: Identity, manifest: Manifest) -> None:
         self._link, self._tasks, self._identity = link, tasks, identity

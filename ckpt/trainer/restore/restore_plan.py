@@ -9,7 +9,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,15 +16,14 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest
 from ckpt.layout.reshard import Mismatch, Want
 from ckpt.trainer.restore import overruled
 from ckpt.trainer.restore.optimizer_targets import OptimizerTargets
+from ckpt.trainer.restore.rank_targets import RankTargets
 from ckpt.trainer.restore.tensor_requests import TensorRequests, empty_like
-from ckpt.trainer.state import composites, generators, names, value_trees
-from ckpt.trainer.state.loaders import load_loader_state
-from ckpt.trainer.state.saved_values import RankValues, SharedValues, is_different
+from ckpt.trainer.state import composites, names, value_trees
+from ckpt.trainer.state.saved_values import RankValues, SharedValues
 from ckpt.trainer.state.shard import DTYPES, Pieces, Shard, allow_in_place
 from ckpt.trainer.state.state_nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.state.state_walk import Scan, StateWalker
@@ -46,22 +44,31 @@ class RestorePlan:
     - `overruled`: hyper-parameters to which the script gave other values, in words; complete after `install`.
     """
 
-    wants: list[Want]
-    tensors: list[torch.Tensor]
+    requests: TensorRequests
     mismatch: Mismatch
     extra_names: tuple[str, ...]
     own_extra_names: tuple[str, ...]
     extra_subtrees: Mapping[str, str]
     dropped_generators: tuple[str, ...]
     first_rank_paths: tuple[str, ...]
-    overruled_lines: list[str]
-    _installs: list[Callable[[], None]]
+
+    @property
+    def wants(self) -> list[Want]:
+        return self.requests.wants
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.requests.tensors
+
+    @property
+    def overruled_lines(self) -> list[str]:
+        return self.requests.overruled_lines
 
     def install(self) -> None:
         """Applies all that is not a tensor's content, in the order of the state, generators last. Call it once, after
         all wants were filled on all ranks. Errors: those of the user's own load_state_dict()."""
         with torch.no_grad():
-            for install in self._installs:
+            for install in self.requests.installs:
                 install()
 
 
@@ -90,10 +97,11 @@ def plan_targets(
     scan, saved = walker.scan(), SharedValues.parse(shared)
     coordinate = None if own is None else walker.coordinate.text
     wants = TensorRequests.from_manifest(manifest, coordinate, alike or {}, scan.aliases, saved)
-    plan, optimizers = _NodeTargets(walker, scan, wants), OptimizerTargets(scan, wants)
     mine = None if own is None else RankValues.parse(own)
     walker.saved_base = {} if mine is None else mine.base
     everyone = [RankValues.parse(tree) for tree in others]
+    ranks = RankTargets(walker, wants, mine, everyone)
+    plan, optimizers = _NodeTargets(scan, wants, ranks), OptimizerTargets(scan, wants)
     for node in scan.nodes:
         if isinstance(node, ModuleNode):
             plan.plan_module(node)
@@ -102,36 +110,22 @@ def plan_targets(
         elif isinstance(node, ObjectNode):
             plan.plan_object(node)
         elif isinstance(node, DataNode):
-            plan.plan_data(node, everyone)
+            plan.plan_data(node)
         elif isinstance(node, LoaderNode):
-            plan.plan_loader(node, mine, everyone, strict)
+            ranks.plan_loader(node, strict)
         elif isinstance(node, GeneratorNode):
-            plan.plan_generator(node, mine, everyone)
-    streams = {
-        name: each
-        for name, each in walker.find_streams(scan.nodes).items()
-        if plan.can_restore_stream(name, each, mine)
-    }
-    wants.installs.append(lambda: generators.restore_streams(streams, mine, everyone, walker.coordinate, step))
-    extra = plan.find_extra_names(mine or next(iter(everyone), None), everyone)
-    alone = math.prod(size for _, size in walker.coordinate.mesh) == 1
-    kept = {
-        name for rank in ([mine] if mine else everyone) for name in rank.generators if walker.has_process_generators
-    }
-    dropped = tuple(sorted(name for name in kept - streams.keys() if not name.startswith("state:")))
-    mismatch = wants.make_mismatch(extra if alone else ())
-    firsts = tuple(sorted(path for path in differing if any(_is_inside(path, node.path) for node in scan.nodes)))
-    filled = wants.wants, wants.tensors
+            ranks.plan_generator(node)
+    streams = ranks.plan_streams(scan.nodes, step)
+    extra = plan.find_extra_names()
+    kept = {name for rank in ranks.ranks for name in rank.generators if walker.has_process_generators}
     return RestorePlan(
-        *filled,
-        mismatch,
+        wants,
+        wants.make_mismatch(extra if walker.coordinate.world == 1 else ()),
         extra,
         tuple(wants.unused_own_names()),
         wants.extra_subtrees([*scan.tensors, *scan.aliases, *(f"{node.path}." for node in scan.nodes)]),
-        dropped,
-        firsts,
-        wants.overruled_lines,
-        wants.installs,
+        tuple(sorted(name for name in kept - streams if not name.startswith("state:"))),
+        tuple(sorted(path for path in differing if any(_is_inside(path, node.path) for node in scan.nodes))),
     )
 
 
@@ -141,11 +135,11 @@ def _is_inside(path: str, node: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _NodeTargets:
-    """Plans the restore of all nodes but optimizers."""
+    """Plans the restore of all nodes that do not belong to one rank, but for optimizers."""
 
-    walker: StateWalker
     scan: Scan
     requests: TensorRequests
+    own: RankTargets
     untied_tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # made by `untie`, by name in the checkpoint
 
     def plan_module(self, node: ModuleNode) -> None:
@@ -240,12 +234,12 @@ class _NodeTargets:
 
         self.requests.installs.append(install)
 
-    def plan_data(self, node: DataNode, others: Sequence[RankValues]) -> None:
+    def plan_data(self, node: DataNode) -> None:
         """Values become the saved ones. Tensors that the checkpoint has, too, stay the same objects. Exception: a
         tensor that has two names here, and is two tensors in the checkpoint."""
         saved = self.requests.saved.data.get(node.path)
         if saved is None:
-            if not self.is_other_ranks(node, others):
+            if not self.is_other_ranks(node):
                 self.requests.note_other_kind(node.path, "value")
             return
         found = value_trees.split_tensors(node.value, node.path)[1]
@@ -307,13 +301,13 @@ class _NodeTargets:
         line = f"{name} is a tensor ({pieces.dtype}, of the shape {pieces.shape}), in the checkpoint {there}"
         self.requests.note_difference("retyped", name, line)
 
-    def is_other_ranks(self, node: DataNode, others: Sequence[RankValues]) -> bool:
+    def is_other_ranks(self, node: DataNode) -> bool:
         """Whether this rank has None where other ranks have an object: a scheduler of the last stage, a loader of the
         first."""
         if node.value is not None:
             return False
-        own = any(node.path in rank.loaders or f"state:{node.path}" in rank.generators for rank in others)
-        return own or self.requests.saved.kind_of(node.path) not in (None, "value")
+        is_own = any(node.path in rank.loaders or f"state:{node.path}" in rank.generators for rank in self.own.others)
+        return is_own or self.requests.saved.kind_of(node.path) not in (None, "value")
 
     def untie(self, name: str, live: Any) -> torch.Tensor | None:
         """A new tensor for a live one that is tied to another here, but not in the checkpoint. Ties there are kept."""
@@ -330,65 +324,11 @@ class _NodeTargets:
         self.untied_tensors[found.name] = new
         return new
 
-    def plan_loader(self, node: LoaderNode, own: RankValues | None, others: Sequence[RankValues], strict: bool) -> None:
-        """Plans the position of a loader. If as many data-parallel ranks saved it as there are now, each takes its own
-        position. Otherwise the loader's reshard() divides the positions. Errors: UsageError if `strict` and it has
-        none."""
-        here, loader, path = self.walker.coordinate, node.value, node.path
-        saved: dict[int, RankValues] = {}
-        for rank in (*others, *([own] if own else [])):
-            first = saved.setdefault(rank.data_rank, rank) if path in rank.loaders else None
-            if first is not None and is_different(first.loaders[path], rank.loaders[path]):
-                self.requests.note_difference(
-                    "reshaped",
-                    path,
-                    f"{path} was saved at several positions by ranks that count as one data-parallel rank "
-                    f"({rank.data}): one of them would be taken for all; save with a mesh= whose axes have other names",
-                )
-        world = max((rank.data_world for rank in saved.values()), default=0)
-        if not (here.data_rank in saved if own or world == here.data_world else len(saved) == world > 0):
-            self.requests.note_difference(
-                "missing", path, f"the position of the loader {path} is not in the checkpoint"
-            )
-            return
-        if own or world == here.data_world:
-            state = value_trees.extract_tensors(saved[here.data_rank].loaders[path], path)
-            self.requests.installs.append(lambda: load_loader_state(loader, state))
-            return
-        if hasattr(loader, "reshard"):
-            states = [value_trees.extract_tensors(saved[rank].loaders[path], path) for rank in sorted(saved)]
-            self.requests.installs.append(lambda: loader.reshard(states, here.data_rank, here.data_world))
-            return
-        line = (
-            f"{path} was saved by {world} data-parallel ranks and there are {here.data_world} now; "
-            f"{type(loader).__name__} has no reshard(states, rank, world) that would divide the positions anew"
-        )
-        if strict:
-            raise UsageError(
-                f"{line}. Start with {world} data-parallel ranks, give the loader that method, or pass strict=False: "
-                "its data then starts from the beginning, and what was trained on already repeats"
-            )
-        self.requests.note_difference("missing", path, f"{line}: its data starts from the beginning and repeats")
-
-    def plan_generator(self, node: GeneratorNode, own: RankValues | None, others: Sequence[RankValues]) -> None:
-        if not any(f"state:{node.path}" in rank.generators for rank in (*others, *([own] if own else []))):
-            line = f"the state of the generator {node.path} is not in the checkpoint"
-            self.requests.note_difference("missing", node.path, line)
-
-    def can_restore_stream(self, name: str, stream: generators.RandomStream, own: RankValues | None) -> bool:
-        """Whether a generator can take the state that this rank saved for it, if any. Another kind is a noted
-        difference."""
-        if own is None or name not in own.generators or generators.is_same_kind(stream, own.generators[name]["state"]):
-            return True
-        path = name.removeprefix("state:")
-        self.requests.note_difference("retyped", path, f"{path} is a generator of another kind than in the checkpoint")
-        return False
-
-    def find_extra_names(self, own: RankValues | None, others: Sequence[RankValues]) -> tuple[str, ...]:
+    def find_extra_names(self) -> tuple[str, ...]:
         """The names that the checkpoint has and this state has no place for."""
         saved, paths = self.requests.saved, {node.path for node in self.scan.nodes}
         found = set(self.requests.unused_names())
-        found |= {n.path for n in self.scan.nodes if isinstance(n, DataNode) and self.is_other_ranks(n, others)}
+        found |= {n.path for n in self.scan.nodes if isinstance(n, DataNode) and self.is_other_ranks(n)}
         for held in (saved.data, saved.objects, saved.optimizers, saved.modules):
             found |= {path for path in held if path not in paths}
         for path, keys in saved.modules.items():
@@ -397,10 +337,10 @@ class _NodeTargets:
         for path, view in self.scan.views.items():
             kept = saved.optimizers[path].rest.value if path in saved.optimizers else {}
             found |= {names.join(path, key) for key in kept if key not in view.rest["value"]}
-        if own is not None:
+        for rank in self.own.ranks[:1]:
             places = paths - {n.path for n in self.scan.nodes if isinstance(n, DataNode) and n.value is None}
-            found |= {path for path in own.loaders if path not in places}
-            found |= {key[6:] for key in own.generators if key.startswith("state:") and key[6:] not in places}
+            found |= {path for path in rank.loaders if path not in places}
+            found |= {key[6:] for key in rank.generators if key.startswith("state:") and key[6:] not in places}
         return tuple(sorted(found))
 
 

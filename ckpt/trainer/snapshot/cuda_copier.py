@@ -1,8 +1,5 @@
 """The copier for tensors on CUDA devices: side streams copy into arena pages that are locked in place.
 
-- Pages are locked in parts of LOCK_BYTES, cut at addresses that are its multiples. After each part the thread pauses
-  for as long. While the driver locks pages, it lets no thread launch a kernel (83 ms for 2 GiB at once on an H200). No
-  transfer may cross the seam between two parts.
 - A device's side stream starts after the work in the current stream. So it reads the state as of the boundary.
 - Small pieces (also buffers that change in forward) are cloned on the current stream into one device buffer. The buffer
   is laid out like the arena, and all arenas share it. A few large transfers then copy it to the arena. Training does
@@ -18,23 +15,21 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ckpt.errors import CkptError
 from ckpt.trainer.snapshot.cpu_copier import Copier, CopyJob, CpuCopier, Ticket
+from ckpt.trainer.snapshot.cuda_runtime import PageLocks, cut_at_seams, relaxed_capture_mode
 from ckpt.trainer.state.pieces import (
     CopyPiece,
-    address_and_size,
     flat_bytes,
     group_pieces,
     is_cuda_used,
@@ -46,7 +41,6 @@ from ckpt.trainer.state.pieces import (
 # Pieces up to CLONED_BYTES are cloned: the smallest ones, at most CLONE_BYTES_MAX together. Device memory is scarce.
 CLONED_BYTES = 1 << 20
 CLONE_BYTES_MAX = 64 << 20
-LOCK_BYTES = 32 << 20
 QUERY_INTERVAL_S = 0.0005  # between two queries of an event
 SCRATCH_BYTES = 16 << 20  # arena bytes copied back to a device at once, for a comparison
 
@@ -69,40 +63,20 @@ class CudaCopier:
         self._side_streams: dict[torch.device, Any] = {}
         self._background_streams: dict[torch.device, Any] = {}
         self._clone_buffers: dict[torch.device, Tensor] = {}
-        self._locked_parts: dict[int, list[int]] = {}  # by address of a region: the addresses of its locked parts
+        self._page_locks = PageLocks(cuda, device_type)
         self._lock = threading.Lock()
         self._clone_lock = threading.Lock()
-        # Held for long; the training thread never takes it.
-        self._pin_lock = threading.Lock()
-        self._is_closed = False
 
     def pin(self, data: memoryview) -> None:
         """Page-locks the region. Errors: CkptError with CUDA's own message; copies still work, but the host waits for
         them. After close() it does nothing, since nothing would unlock the pages."""
-        address, nbytes = address_and_size(data)
-        with self._pin_lock, self._device_context(), _relaxed_capture_mode():
-            if self._is_closed:
-                return
-            done: list[int] = []
-            try:
-                for at, length in _seams(address, nbytes):
-                    began_s = time.perf_counter()
-                    self._lock_pages(address + at, length)
-                    done.append(address + at)
-                    time.sleep(time.perf_counter() - began_s)
-            except BaseException:  # Ctrl-C too
-                self._unlock_pages(done)
-                raise
-            self._locked_parts[address] = done
+        with self._device_context():
+            self._page_locks.lock(data)
 
     def unpin(self, data: memoryview) -> None:
-        with self._pin_lock, self._device_context(), _relaxed_capture_mode():
-            parts = self._locked_parts.pop(address_and_size(data)[0], [])
-            try:
-                # A device may still write to the region, or compare its bytes.
-                self.wait_for_streams(self._side_streams)
-            finally:
-                self._unlock_pages(parts)
+        with self._device_context():
+            # A device may still write to the region, or compare its bytes.
+            self._page_locks.unlock(data, lambda: self.wait_for_streams(self._side_streams))
 
     def prepare(self, pieces: Sequence[CopyPiece]) -> CudaJob:
         host, by_device = self._divide_by_device(pieces)
@@ -147,7 +121,7 @@ class CudaCopier:
             for device in mine:
                 # The device is entered first: leaving only the stream's context would initialise CUDA on device 0.
                 ends.enter_context(self.cuda.device(device))
-                ends.enter_context(_relaxed_capture_mode())
+                ends.enter_context(relaxed_capture_mode())
                 stream = self._get_stream(self._background_streams, device)
                 ends.callback(self._wait_for_stream, stream)
                 ends.enter_context(self.cuda.stream(stream))
@@ -170,7 +144,7 @@ class CudaCopier:
         # Every part is closed, also if the device is lost.
         with contextlib.ExitStack() as ends:
             ends.callback(self.host_copier.close)
-            ends.callback(self._unlock_all)
+            ends.callback(self._page_locks.close)
             self.wait_for_streams(self._side_streams)
 
     def wait_for_streams(self, devices: Collection[torch.device]) -> None:
@@ -186,12 +160,6 @@ class CudaCopier:
         while not event.query():
             time.sleep(QUERY_INTERVAL_S)
 
-    def _unlock_all(self) -> None:
-        with self._pin_lock:
-            self._is_closed = True
-            parts, self._locked_parts = [part for each in self._locked_parts.values() for part in each], {}
-            self._unlock_pages(parts)
-
     def _device_context(self) -> contextlib.AbstractContextManager[object]:
         """A context on a device of the state, if there is one, for CUDA calls that concern no device."""
         nearest = next(iter([*self._background_streams]), None)
@@ -203,18 +171,6 @@ class CudaCopier:
             if device not in streams:
                 streams[device] = self.cuda.Stream(device)
             return streams[device]
-
-    def _lock_pages(self, address: int, nbytes: int) -> None:
-        status = self.cuda.cudart().cudaHostRegister(address, nbytes, 1)  # 1: for all contexts
-        if int(status) != 0:
-            # CUDA keeps its last error, and the next kernel of the training would raise it. A kernel of ours clears it.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device_type).add_(1)
-        _check_status(self.cuda, status)
-
-    def _unlock_pages(self, addresses: Sequence[int]) -> None:
-        for status in [self.cuda.cudart().cudaHostUnregister(address) for address in addresses]:
-            _check_status(self.cuda, status)
 
     def _divide_by_device(
         self, pieces: Sequence[CopyPiece]
@@ -273,7 +229,7 @@ class _DevicePart:
         self.device = device
         cloned = _choose_cloned(pieces)
         self._direct_copies = [
-            (piece.source, [(piece.source[a : a + n], piece.target[a : a + n]) for a, n in _cut_at_seams(piece.target)])
+            (piece.source, [(piece.source[a : a + n], piece.target[a : a + n]) for a, n in cut_at_seams(piece.target)])
             for piece in pieces
             if piece not in cloned
         ]
@@ -389,7 +345,7 @@ def _make_mirror(pieces: Sequence[CopyPiece], clone: Tensor) -> _Mirror:
             if is_flat:
                 joined.append((sources, clone[begin:at]))
         target = run[0].target.reshape(-1).view(torch.uint8).as_strided((at - first,), (1,))
-        transfers += [(clone[first + a : first + a + n], target[a : a + n]) for a, n in _cut_at_seams(target)]
+        transfers += [(clone[first + a : first + a + n], target[a : a + n]) for a, n in cut_at_seams(target)]
     return _Mirror(joined, list(others.values()), transfers)
 
 
@@ -403,22 +359,9 @@ def _copy_to_device(device: torch.device, flat: Tensor) -> Tensor:
     if flat.device == device:
         return flat
     back = torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
-    for at, length in _cut_at_seams(flat):
+    for at, length in cut_at_seams(flat):
         back[at : at + length].copy_(flat[at : at + length], non_blocking=True)
     return back
-
-
-def _cut_at_seams(flat: Tensor) -> Iterator[tuple[int, int]]:
-    """Parts (start, length) of flat bytes in host memory that cross no seam of locked pages."""
-    return _seams(flat.data_ptr(), flat.nbytes)
-
-
-def _seams(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    at = 0
-    while at < nbytes:
-        length = min(LOCK_BYTES - (address + at) % LOCK_BYTES, nbytes - at)
-        yield at, length
-        at += length
 
 
 def _await_differing(wholes: Sequence[CopyPiece], flags: Callable[[], Tensor]) -> list[CopyPiece]:
@@ -427,38 +370,3 @@ def _await_differing(wholes: Sequence[CopyPiece], flags: Callable[[], Tensor]) -
 
 def _pad_bytes(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
-
-
-@contextlib.contextmanager
-def _relaxed_capture_mode() -> Iterator[None]:
-    """A context for CUDA calls beside another thread's capture of a CUDA graph. By default, a call that could affect
-    the capture fails, and the capture fails with it. The relaxed mode permits such calls."""
-    exchange = _find_exchange_function()
-    if exchange is None:
-        yield
-        return
-    mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
-    exchange(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
-
-
-@cache
-def _find_exchange_function() -> Any:
-    """cudaThreadExchangeStreamCaptureMode of the CUDA runtime that torch has loaded; None if there is none."""
-    with contextlib.suppress(OSError, AttributeError):
-        return ctypes.CDLL(_runtime_file_name(torch.version.cuda or "")).cudaThreadExchangeStreamCaptureMode
-    return None
-
-
-def _runtime_file_name(version: str) -> str:
-    """The file name of a CUDA runtime: it ends in the major version, but for CUDA 11 in 11.0."""
-    major = version.partition(".")[0]
-    return f"libcudart.so.{'11.0' if major == '11' else major}"
-
-
-def _check_status(cuda: Any, status: Any) -> None:
-    if int(status) != 0:
-        raise CkptError(f"CUDA did not lock or unlock the arena's pages: {cuda.cudart().cudaGetErrorString(status)}")

@@ -22,43 +22,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from torch.optim.optimizer import Optimizer
 
 from ckpt.errors import CkptError, UsageError, is_injected
 from ckpt.events import Events
-from ckpt.threads import Outcome, Tasks
-from ckpt.trainer.snapshot.bindings import Binding, Bindings, CopyPlan, ordinary_mode
-from ckpt.trainer.snapshot.cpu_copier import Copier, Ticket
+from ckpt.threads import Tasks
+from ckpt.trainer.snapshot.bindings import Binding, Bindings, ordinary_mode
+from ckpt.trainer.snapshot.cpu_copier import Copier
 from ckpt.trainer.snapshot.deferred_copy import DeferredTrust, Key, StepHook, owns_any_storage
+from ckpt.trainer.snapshot.pending_copy import PendingCopy, PendingRead, Snapshot
 from ckpt.trainer.state.names import shorten_names
 
 CHECK_INTERVAL_S, CHECK_INTERVAL_S_MAX = 0.001, 0.05  # between two checks whether the training thread has gone on
-
-
-class Snapshot:
-    """One rank's state in one arena, as of one call of `take`. `done`: resolved once nothing more will be written and
-    the bytes were checked; never with an exception. `abandon_reason`: why the content must not be used, or None.
-    `stall_s`: how long training paused for the snapshot; complete once done. `is_deferred`: whether anything was copied
-    after `take`."""
-
-    def __init__(self, slot: int, settle: Callable[[Snapshot], None]) -> None:
-        self.slot = slot
-        self.done = Outcome[None]()
-        self.abandon_reason: str | None = None
-        self.stall_s = 0.0
-        self.is_deferred = False
-        self._end_copy = settle
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Returns once the snapshot is done. On the training thread it ends a copy that still runs. On any other thread
-        it waits for the copy, and checks it. If the copy is on a device, or the check fails, it waits until the
-        training thread ends the copy: at the end of the step at the latest. Errors: TimeoutError after timeout_s of
-        this last part."""
-        self._end_copy(self)
-        self.done.result(timeout_s)
 
 
 class Cause(Enum):
@@ -80,8 +57,8 @@ class Snapshotter:
         self._events = events
         self.trust = DeferredTrust(events, lazy)
         self.bindings = Bindings(copier, self.trust, events)
-        self._pending_copy: _Pending | None = None
-        self._pending_read: _PendingRead | None = None  # checked, but a device may still read the tensors
+        self._pending_copy: PendingCopy | None = None
+        self._pending_read: PendingRead | None = None  # checked, but a device may still read the tensors
         self._snapshot_count = 0
         self._training_thread = 0
         # The hook may run on a thread of autograd.
@@ -168,7 +145,7 @@ class Snapshotter:
         plan = binding.plan()
         if plan.watch is not None:
             plan.watch.remember(self._snapshot_count)
-        pending = _Pending(snapshot, plan, plan.eager_job.start_eager())
+        pending = PendingCopy(snapshot, plan, plan.eager_job.start_eager())
         if plan.watch is not None:
             # Set before a deferred copy starts, so that Ctrl-C finds the copy to wait for.
             self._pending_copy = pending
@@ -182,7 +159,7 @@ class Snapshotter:
 
     # -- the end of a deferred copy, and the proof
 
-    def _end_copy_on_waiter(self, pending: _Pending) -> None:
+    def _end_copy_on_waiter(self, pending: PendingCopy) -> None:
         """Ends a deferred copy on the thread of a waiter. So the snapshot is done, and other nodes can have it, once it
         is copied, not only when the next optimizer steps. A damaged copy is left to the training thread, which sees the
         damage when its own wait ends. So is a copy throughout which that thread stays in one operation. This operation
@@ -253,7 +230,7 @@ class Snapshotter:
             try:
                 judged = self._start_checks(pending, cause)
                 if judged is not None:
-                    self._pending_read = _PendingRead(self._copier.barrier(), judged, pending.plan.storages)
+                    self._pending_read = PendingRead(self._copier.barrier(), judged, pending.plan.storages)
             except BaseException as exc:  # as in `take`
                 if is_injected(exc):
                     self._abandon_after_writes(pending.snapshot, pending, "interrupted")
@@ -268,7 +245,7 @@ class Snapshotter:
                 if self._pending_copy is pending:
                     self._pending_copy = None
 
-    def _start_checks(self, pending: _Pending, cause: Cause) -> Future[None] | None:
+    def _start_checks(self, pending: PendingCopy, cause: Cause) -> Future[None] | None:
         """Starts all checks, on the training thread. If a device works on them, the outcome comes later. Then this
         returns a future that is resolved once the outcome was judged; else None."""
         started_s = time.perf_counter()
@@ -301,7 +278,7 @@ class Snapshotter:
 
         return self._run_when_copied(pending, judge)
 
-    def _judge_checks(self, pending: _Pending, cause: Cause, changed: set[Key], torn: set[Key]) -> None:
+    def _judge_checks(self, pending: PendingCopy, cause: Cause, changed: set[Key], torn: set[Key]) -> None:
         """Draws the conclusions. `changed`: tensors that differ now from the boundary. `torn`: tensors whose bytes in
         the arena differ from the boundary, whatever the tensor holds now."""
         plan = pending.plan
@@ -322,7 +299,7 @@ class Snapshotter:
         else:
             self._finish_snapshot(pending)
 
-    def _run_when_copied(self, pending: _Pending, then: Callable[[], None]) -> Future[None] | None:
+    def _run_when_copied(self, pending: PendingCopy, then: Callable[[], None]) -> Future[None] | None:
         """Runs `then` now; if a device may still be at work, on a thread of ours, and returns its future."""
 
         def guarded() -> None:
@@ -339,7 +316,7 @@ class Snapshotter:
         guarded()
         return None
 
-    def _finish_snapshot(self, pending: _Pending) -> None:
+    def _finish_snapshot(self, pending: PendingCopy) -> None:
         snapshot = pending.snapshot
         pending.wait_for_writes()
         # A device is kept from work while the host enqueues, or longer.
@@ -347,7 +324,7 @@ class Snapshotter:
         if not snapshot.done.done():
             snapshot.done.set_result(None)
 
-    def _fail_snapshot(self, snapshot: Snapshot, error: BaseException, begun: _Pending | None = None) -> None:
+    def _fail_snapshot(self, snapshot: Snapshot, error: BaseException, begun: PendingCopy | None = None) -> None:
         """Abandons the snapshot because of `error`. `begun`: the copy, if a device may still write."""
         if snapshot.done.done():
             self.trust.turn_off(f"the comparison failed: {error}")
@@ -356,7 +333,7 @@ class Snapshotter:
         else:
             self._abandon_after_writes(snapshot, begun, f"it could not be copied: {error}")
 
-    def _abandon_after_writes(self, snapshot: Snapshot, begun: _Pending | None, why: str) -> None:
+    def _abandon_after_writes(self, snapshot: Snapshot, begun: PendingCopy | None, why: str) -> None:
         """Abandons the snapshot once nothing writes into its arena. A thread of ours waits for that, so no Ctrl-C ends
         it."""
 
@@ -376,33 +353,3 @@ class Snapshotter:
         self._events.emit("snapshot.abandoned", f"a snapshot was abandoned: {why}", loud=True, reason=why)
         if not snapshot.done.done():
             snapshot.done.set_result(None)
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A snapshot whose deferred copy runs (`deferred_ticket`), or whose eager copy is still to be compared
-    (`deferred_ticket` is None)."""
-
-    snapshot: Snapshot
-    plan: CopyPlan
-    eager_ticket: Ticket
-    deferred_ticket: Ticket | None = None
-    checking_thread: int | None = None  # the thread that checks it
-    torn_keys: set[Key] | None = None  # the outcome of `TensorWatch.find_torn`, if known
-
-    @property
-    def tickets(self) -> list[Ticket]:
-        return [ticket for ticket in (self.eager_ticket, self.deferred_ticket) if ticket is not None]
-
-    def wait_for_writes(self) -> None:
-        for ticket in self.tickets:
-            ticket.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingRead:
-    """What remains of a check until it is judged. It holds no view of the arena. `barrier`: see Copier."""
-
-    barrier: Callable[[], None]
-    judged_future: Future[None]
-    storages: frozenset[int]

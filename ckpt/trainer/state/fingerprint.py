@@ -23,6 +23,8 @@ from torch import nn
 
 from ckpt.trainer.state import value_trees
 from ckpt.trainer.state.composites import inner_tensors
+from ckpt.trainer.state.shard import Shard, is_dtensor, live_parts
+from ckpt.trainer.state.state_nodes import Read
 from ckpt.trainer.state.value_trees import Path, Tensor
 
 _GET_MODULE_DICTS = itemgetter("_parameters", "_buffers", "_modules")
@@ -95,6 +97,23 @@ class Fingerprint:
     def _dict_keys(self) -> list[Any]:
         """The size of each dict, then the keys of all dicts."""
         return [*map(len, self._dicts), *chain.from_iterable(self._dicts)]
+
+
+def describe_answer(said: Read) -> Any:
+    """The names of an answer's values, and the names, boxes and addresses of its tensors. Compare it with another only
+    while this answer's tensors are alive."""
+    tensors, payload = said
+    places: list[tuple[Any, ...]] = []
+    for named in tensors:
+        tensor = named.tensor
+        if isinstance(tensor, Shard):
+            places.append((named.name, tensor.global_shape, tensor.offset))
+        elif is_dtensor(tensor):
+            places.append((named.name, tensor.shape, tensor.placements))  # type: ignore[attr-defined]
+        else:
+            places.append((named.name,))
+    parts = [part for named in tensors for part in live_parts(named.tensor)]
+    return tuple(payload.get("extra", ())), places, geometry(parts)
 
 
 _ATTRIBUTE_GETTERS: tuple[Callable[[torch.Tensor], Any], ...] = (

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from ckpt.errors import DamagedData, is_injected
+from ckpt.format import values
 from ckpt.trainer.state.mesh_coordinate import Axis, Coordinate
 from ckpt.trainer.state.saved_values import RankValues
 
@@ -167,15 +168,5 @@ def _equal_along(name: str, digests: Mapping[tuple[Axis, ...], str]) -> bool:
     return all(len(line) == 1 for line in lines.values())
 
 
-def _digest(tree: Any) -> str:
-    return hashlib.blake2b(_flatten_text(tree).encode(), digest_size=16).hexdigest()
-
-
-def _flatten_text(tree: Any) -> str:
-    if isinstance(tree, np.ndarray):
-        return tree.tobytes().hex()
-    if isinstance(tree, Mapping):
-        return "{" + ",".join(f"{key!r}:{_flatten_text(tree[key])}" for key in sorted(tree, key=repr)) + "}"
-    if isinstance(tree, (list, tuple)):
-        return "[" + ",".join(map(_flatten_text, tree)) + "]"
-    return tree.hex() if isinstance(tree, bytes) else repr(tree)
+def _digest(state: Any) -> str:
+    return hashlib.blake2b(values.encode(state), digest_size=16).hexdigest()

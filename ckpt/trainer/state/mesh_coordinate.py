@@ -53,6 +53,10 @@ class Coordinate:
         return _axes_text(self.axes)
 
     @property
+    def world(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
     def data_axes(self) -> tuple[Axis, ...]:
         return tuple(a for a in self.axes if not a.is_same_data)
 

@@ -105,9 +105,10 @@ class OptimizerView:
         """The parts of the payload that never change. The payload of a mixed optimizer's newer view has other parts."""
         return [*self.names_by_group, self.skeletons, self.skeleton_indices, self.rest, self.keyed]
 
-    def read_again(self) -> OptimizerView:
-        """A new view of the same optimizer, read now."""
-        return read_view(self.path, self.optimizer, self.params_by_group)
+    def read(self) -> Read:
+        """The tensors and values of the same optimizer, read now."""
+        now = read_view(self.path, self.optimizer, self.params_by_group)
+        return now.tensors, now.payload()
 
     def payload(self) -> dict[str, Any]:
         """The values of this optimizer, of which hyper-parameters are read now."""

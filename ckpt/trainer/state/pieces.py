@@ -62,7 +62,7 @@ def cut_pieces(walk: Walk, staging: Staging, data: memoryview) -> tuple[CopyPiec
                 f"at {offset} of {arena.nbytes}: it is of another layout; stage again from the present one"
             )
         target = arena[offset : offset + length]
-        if live.is_contiguous() and not _is_lazy_view(live):
+        if live.is_contiguous():
             flat = dense_bytes(live)
             pieces.append(CopyPiece(entry, box, flat[start : start + length], target))
             continue
@@ -146,10 +146,7 @@ def group_pieces(
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor in row-major order, as a flat uint8 tensor: a view if it is contiguous, else a copy."""
-    plain = tensor.detach()
-    if _is_lazy_view(plain):
-        plain = plain.resolve_conj().resolve_neg()
-    return dense_bytes(plain.contiguous())
+    return dense_bytes(tensor.detach().contiguous())
 
 
 def is_cuda_used() -> bool:
@@ -181,11 +178,6 @@ def keep_for_stream(tensor: Tensor, stream: Any = None) -> None:
 def address_and_size(data: memoryview) -> tuple[int, int]:
     """The address and the size in bytes of a region."""
     return (np.frombuffer(data, dtype=np.uint8).ctypes.data if data.nbytes else 0), data.nbytes
-
-
-def _is_lazy_view(tensor: Tensor) -> bool:
-    """Whether the bytes in memory are not yet the values (a conjugate or negative view)."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def _as_tensor(data: memoryview) -> Tensor:

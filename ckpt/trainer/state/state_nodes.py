@@ -8,7 +8,6 @@ Reading a node steps, copies and changes no object. Loaders and generators are r
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -263,11 +262,6 @@ def _node_class(value: Any, path: str) -> type[StateNode] | None:
         return ModuleNode
     if isinstance(value, torch.optim.Optimizer):
         return OptimizerNode
-    if isinstance(value, random.SystemRandom):
-        raise UsageError(
-            f"state[{path!r}], a {type(value).__name__}, draws from the system and has no state; use random.Random, or "
-            "leave it out"
-        )
     if generators.is_generator(value):
         return GeneratorNode
     saves, loads = hasattr(value, "state_dict"), hasattr(value, "load_state_dict")

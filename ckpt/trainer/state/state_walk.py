@@ -9,27 +9,20 @@ Guarantees:
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import xxhash
 from torch import nn
 
 from ckpt.errors import UsageError
 from ckpt.format import values
 from ckpt.gc_pause import pause_gc
 from ckpt.layout.layout import Entry, Layout
-from ckpt.threads import Tasks
 from ckpt.trainer.state import composites, generators, names, optimizers, state_nodes, value_trees
-from ckpt.trainer.state.fingerprint import Fingerprint, geometry
+from ckpt.trainer.state.fingerprint import Fingerprint, describe_answer
 from ckpt.trainer.state.loaders import read_loader_state
 from ckpt.trainer.state.mesh_coordinate import Coordinate
 from ckpt.trainer.state.optimizers import OptimizerView, Owners
@@ -37,13 +30,11 @@ from ckpt.trainer.state.shard import (
     Cutter,
     Pieces,
     Shard,
-    dense_bytes,
     is_dtensor,
-    live_parts,
     memory_order,
-    plain_view,
     storage_addresses,
 )
+from ckpt.trainer.state.state_checks import check_trained_saved
 from ckpt.trainer.state.state_nodes import (
     DataNode,
     GeneratorNode,
@@ -55,10 +46,8 @@ from ckpt.trainer.state.state_nodes import (
     Read,
     StateNode,
 )
+from ckpt.trainer.state.tensor_hashes import hash_base
 from ckpt.types import SMALL_BYTES
-
-HASH_BLOCK_BYTES = 8 << 20
-BASE_BYTES = 1 << 20  # of a frozen parameter, for the hash by which another base model is noticed
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -198,7 +187,7 @@ class StateWalker:
             scan=scan,
             _node_signatures=list(map(_signature, scan.nodes)),
             _fingerprint=fingerprint,
-            _answers=list(map(_fingerprint_answer, answers)),
+            _answers=list(map(describe_answer, answers)),
             _gathered_modules=names.find_fsdp_modules(modules),
         )
 
@@ -217,7 +206,7 @@ class StateWalker:
                 return True
             answers = {path: read() for path, read in walk.scan.readers.items()}
             walk.scan.payloads.update((path, payload) for path, (_, payload) in answers.items())
-            return [*map(_fingerprint_answer, answers.values())] != walk._answers
+            return [*map(describe_answer, answers.values())] != walk._answers
         except RuntimeError:
             # A tensor has lost its storage. The next walk refuses it by name.
             return True
@@ -313,11 +302,10 @@ class StateWalker:
                 view = views[node.path] = optimizers.make_view(node.path, node.value, owners)
                 found[node.path] = view.tensors
                 if view.is_mixed:
-                    readers[node.path], payloads[node.path] = functools.partial(_read_mixed, view), view.payload()
+                    readers[node.path], payloads[node.path] = view.read, view.payload()
                     answers.append((view.tensors, payloads[node.path]))
-        world = math.prod(size for _, size in self.coordinate.mesh)
-        tensors, aliases = _deduplicate(all_nodes, found, payloads, owners, views, Cutter(world))
-        _check_trained_saved(all_nodes, found, views)
+        tensors, aliases = _deduplicate(all_nodes, found, owners, views, Cutter(self.coordinate.world))
+        check_trained_saved(all_nodes, found, views)
         orders = _find_orders(tensors)
         parts = [*fixed.values(), aliases, orders, *(part for view in views.values() for part in view.constants())]
         constants = values.Constants(parts)
@@ -341,28 +329,9 @@ def _part_frozen(root: nn.Module, found: Sequence[NamedTensor]) -> tuple[list[Na
     return [named for named in found if named.name not in left], left
 
 
-def hash_base(frozen: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """By name: the xxh3-128 of shape, dtype and the first MiB of each frozen parameter on this rank. Another base model
-    differs there. A tensor that cannot be read as bytes is left out."""
-    found: dict[str, str] = {}
-    for name, whole in frozen.items():
-        for part in NamedTensor(name, whole).parts():
-            with contextlib.suppress(UsageError):
-                local = plain_view(live_parts(part.tensor)[0], name).flatten()[: BASE_BYTES // whole.element_size()]
-                told = f"{tuple(whole.shape)} {local.dtype} {_hash_tensor(local)}"
-                found[part.name] = xxhash.xxh3_128_hexdigest(told.encode())
-    return found
-
-
-def _read_mixed(view: OptimizerView) -> Read:
-    now = view.read_again()
-    return now.tensors, now.payload()
-
-
 def _deduplicate(
     all_nodes: Sequence[StateNode],
     found: dict[str, list[NamedTensor]],
-    payloads: dict[str, dict[str, Any]],
     owners: Owners,
     views: dict[str, OptimizerView],
     cutter: Cutter,
@@ -379,8 +348,8 @@ def _deduplicate(
         bare = named.tensor.tensor if isinstance(named.tensor, Shard) else named.tensor
         name = first.setdefault(id(bare), named.name)
         if named.name in tensors or named.name in aliases:
-            why = _same_name_reason(payloads, named.name) or "; rename one (a key with a dot?)"
-            raise UsageError(f"two tensors of the state have the name {named.name!r}{why}")
+            why = "rename one: a key may have a dot, or be a number beside the same number as a text"
+            raise UsageError(f"two tensors of the state have the name {named.name!r}; {why}")
         if name != named.name:
             aliases[named.name] = name
             continue
@@ -404,39 +373,6 @@ def _find_orders(tensors: Mapping[str, tuple[NamedTensor, Pieces]]) -> dict[str,
         return {name: list(order) for name, order in found if order is not None}
 
 
-def _check_trained_saved(
-    all_nodes: Sequence[StateNode], found: Mapping[str, list[NamedTensor]], views: Mapping[str, OptimizerView]
-) -> None:
-    """Raises UsageError for a trained parameter that the state_dict() of its module leaves out. A module is not checked
-    if its state_dict() gives tensors in other memory: they may be copies of the parameter."""
-    for node in (node for node in all_nodes if isinstance(node, ModuleNode) and names.is_custom(node.value)):
-        sites = {id(site.tensor): site for site in names.sites(node.value)}
-        if storage_addresses(named.tensor for named in found[node.path]) - storage_addresses(
-            site.tensor for site in sites.values()
-        ):
-            continue
-        kept = storage_addresses(named.tensor for each in found.values() for named in each)
-        for view in views.values():
-            for tensor in (param.tensor for line in view.params_by_group for param in line):
-                if tensor.requires_grad and id(tensor) in sites and storage_addresses([tensor]) - kept:
-                    raise UsageError(
-                        f"state[{node.path!r}]: its state_dict() leaves out {sites[id(tensor)].name}, which "
-                        f"state[{view.path!r}] trains; have it included, or freeze it (requires_grad_(False))"
-                    )
-
-
-def _same_name_reason(payloads: dict[str, dict[str, Any]], name: str) -> str:
-    """Why two tensors of one tree have the name `name`: a number and a text as keys are written alike; "" if they are
-    not."""
-    for payload in payloads.values():
-        paths = [path for path, each in payload.get("tensors", ()) if each == name]
-        for one, two in itertools.pairwise(paths):
-            keys = next(((a, b) for a, b in zip(one, two, strict=False) if a != b), None)
-            if keys is not None and str(keys[0]) == str(keys[1]):
-                return f", since the keys {keys[0]!r} and {keys[1]!r} are written alike; use one kind of key"
-    return ""
-
-
 def _is_deferrable(named: NamedTensor, pieces: Pieces) -> bool:
     return named.is_trained and bool(pieces.shape) and sum(t.nbytes for t in pieces.local_views) >= SMALL_BYTES
 
@@ -448,64 +384,3 @@ def _signature(node: StateNode) -> tuple[Any, ...]:
 
 def _is_same_signature(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] is b[0] and a[1] == b[1] and a[2] is b[2]
-
-
-def _fingerprint_answer(said: Read) -> Any:
-    """The names of an answer's values, and the names, boxes and addresses of its tensors. Compare it with another only
-    while this answer's tensors are alive."""
-    tensors, payload = said
-    places: list[tuple[Any, ...]] = []
-    for named in tensors:
-        tensor = named.tensor
-        if isinstance(tensor, Shard):
-            places.append((named.name, tensor.global_shape, tensor.offset))
-        elif is_dtensor(tensor):
-            places.append((named.name, tensor.shape, tensor.placements))  # type: ignore[attr-defined]
-        else:
-            places.append((named.name,))
-    parts = [part for named in tensors for part in live_parts(named.tensor)]
-    return tuple(payload.get("extra", ())), places, geometry(parts)
-
-
-# ------------------------------------------------------------------------------------------------------------ hashes
-
-
-def hash_walk(walk: Walk, threads: int = 2) -> npt.NDArray[np.uint64]:
-    """The xxh3-128 of every box that other ranks may hold too, in the order of (entry, box): uint64, shape (boxes, 2),
-    as (high, low). The rows of other boxes are 0. Boxes are read in blocks; no whole tensor is copied."""
-    lines = zip(walk.tensors, walk.may_have_replicas, strict=True)
-    boxes = [(tensor, replica) for line, replica in lines for tensor in line]
-    jobs = [(row, tensor) for row, (tensor, replica) in enumerate(boxes) if replica]
-    hashes = np.zeros((len(boxes), 2), np.uint64)
-
-    def run(part: Sequence[tuple[int, torch.Tensor]]) -> None:
-        for row, tensor in part:
-            value = _hash_tensor(tensor)
-            hashes[row] = value >> 64, value & 0xFFFFFFFFFFFFFFFF
-
-    jobs.sort(key=lambda job: -job[1].nbytes)
-    with Tasks("hash", pool_size=threads) as tasks:
-        for done in [tasks.submit(run, jobs[first::threads]) for first in range(threads)]:
-            done.result()
-    return hashes
-
-
-def _hash_tensor(tensor: torch.Tensor) -> int:
-    whole = xxhash.xxh3_128()
-    for block in _blocks(tensor):
-        whole.update(dense_bytes(block.contiguous().cpu()).numpy().data)
-    return int(whole.intdigest())
-
-
-def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor in row-major order, in parts of about HASH_BLOCK_BYTES."""
-    if tensor.nbytes <= HASH_BLOCK_BYTES or tensor.ndim == 0:
-        if tensor.numel():
-            yield tensor
-    elif tensor.nbytes // tensor.shape[0] > HASH_BLOCK_BYTES:
-        for row in tensor:
-            yield from _blocks(row)
-    else:
-        rows = max(1, HASH_BLOCK_BYTES * tensor.shape[0] // tensor.nbytes)
-        for first in range(0, tensor.shape[0], rows):
-            yield tensor[first : first + rows]

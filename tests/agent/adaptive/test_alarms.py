@@ -15,10 +15,11 @@ import pytest
 
 from ckpt.agent.adaptive import alarms
 from ckpt.agent.adaptive.alarms import Alarms
-from ckpt.agent.state.cost_model import ABOUT
+from ckpt.agent.state.cost_model import ABOUT, CostModel
 from ckpt.format import record
 from ckpt.ipc import client
 from ckpt.ipc.notice_sources import Sources
+from ckpt.policy.adaptive import Adaptive
 from ckpt.predict.model import save
 from ckpt.predict.scoring import OUTCOMES_MIN, WINDOW_S, Score
 from ckpt.predict.signal_reader import SignalReader
@@ -316,14 +317,15 @@ def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(
     events: Any = SimpleNamespace(emit=lambda name, text, loud: pytest.fail(text))
     made = Alarms(replace(read_settings(), signals="off"), "memory://", cast(Any, SimpleNamespace(post=None)), events)
     group = Warned().group
-    job: Any = SimpleNamespace(claim=object(), internal_error="", scheduler=group, ranks=None)
-    job.cost_model, job.epoch, job.emit = None, None, lambda *given: None
+    context = SimpleNamespace(internal_error="", emit=lambda *given: None)
+    job: Any = SimpleNamespace(claim=object(), context=context, scheduler=group, ranks=None, epoch=None)
+    job.cost_model, job.policy = CostModel(Adaptive()), SimpleNamespace(apply=lambda: None)
     before = good() if proven else Score()
     made.inherit_scores({"memory": before.numbers()})
     made.update(job, [])
     made._record_alarms(job, "", ["memory"], [("memory", None)])
     made.update(job, [])
-    assert bool(group.notices) is proven
+    assert bool(group.preemption.notices) is proven
     for _ in range(1000):
         again_s = made.update(job, [])
         if not made.outcomes.standing_alarms():
@@ -332,5 +334,5 @@ def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(
         clock.now_s = max(again_s, clock.now_s)
     assert clock.now_s == 1000.0 + WINDOW_S
     assert made.outcomes.scores["memory"].false == before.false + 1
-    assert not group.notices
+    assert not group.preemption.notices
     assert made.update(job, []) is None, "there is nothing to look for"

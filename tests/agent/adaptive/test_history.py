@@ -25,13 +25,18 @@ def test_a_node_that_is_lost_was_preempted_where_a_notice_was_about_to_come_true
 ) -> None:
     group, now_s = Warned().group, time.monotonic()
     if lead_s is not None:
-        group.add_notice(StandingNotice("slurm", "7", now_s + lead_s, now_s))
+        group.preemption.add_notice(StandingNotice("slurm", "7", now_s + lead_s, now_s))
     learnt = CostModel(Adaptive(), nodes=2)
     learnt.has_replicas = True
     nodes = [SimpleNamespace(name=name) for name in ("a", "b")]
     epoch = Epoch.new(1)
     former = SimpleNamespace(
-        epoch=epoch, cost_model=learnt, trainers_gone_s=now_s, ended_cleanly=False, nodes=nodes, scheduler=group
+        epoch=epoch,
+        cost_model=learnt,
+        trainers_gone_s=now_s,
+        context=SimpleNamespace(ended_cleanly=False),
+        nodes=nodes,
+        scheduler=group,
     )
     relearning = LearntHistory(cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
     learning = CostModel(Adaptive(), nodes=1)

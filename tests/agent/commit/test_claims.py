@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from ckpt.agent.commit.store_client import JobOptions
+from ckpt.agent.commit.job_options import JobOptions
 from ckpt.errors import Superseded
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.store.lineage import Claim

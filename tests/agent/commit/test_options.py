@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.agent.commit.store_client import options_from
+from ckpt.agent.commit.job_options import options_from
 from ckpt.errors import UsageError
 from ckpt.trainer.link.options import make_options
 

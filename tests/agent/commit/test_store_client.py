@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.agent.commit.store_client import JobOptions, PrunePass, StoreClient
+from ckpt.agent.commit.job_options import JobOptions
+from ckpt.agent.commit.store_client import PrunePass, StoreClient
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.clock import Clock
 from ckpt.errors import RunInUse, SaveFailed, Superseded, TransientError

@@ -12,13 +12,14 @@ import pytest
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.progress import ANSWER_TIMEOUT_S, CHECK_INTERVAL_S, REPORT_INTERVAL_S, Progress, ProgressReport
-from ckpt.agent.node.peer_handlers import PeerHandlers
+from ckpt.agent.node.snapshot_handlers import SnapshotHandlers
 from ckpt.agent.runtime.workers import Workers
 from ckpt.clock import ManualClock
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from tests.agent.net.loop import SECRET, TurnedLoop
+from tests.agent.parts import bare_context
 
 
 class Working:
@@ -145,19 +146,19 @@ def test_only_who_was_asked_is_believed_that_it_moves(pair: Pair) -> None:
 def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answered() -> None:
     progress, timers, ended = Progress(), list[Callable[[], None]](), list[Callable[..., None]]()
     said: list[Any] = []
-    others = SimpleNamespace(
+    memory = SimpleNamespace(
         replicas=SimpleNamespace(progress=progress),
         replica_service=SimpleNamespace(serve_request=lambda fields, blobs, answer: ended.append(answer)),
-        _server=SimpleNamespace(call_later=lambda delay_s, what: timers.append(what)),
-        _late_refusal=lambda name, fields: "",
     )
+    context = bare_context(server=SimpleNamespace(call_later=lambda delay_s, what: timers.append(what)))
+    handlers = SnapshotHandlers(context, cast(Any, memory), cast(Any, None))
     channel = SimpleNamespace(
         is_open=True, peer="x", send=said.append, reply=lambda *given: said.append("done"), refuse=said.append
     )
     about = {"identity": "00000001-0000000000000000-000000000005.0000", "rereplication": True}
     for number, kind in ((7, "replicate"), (8, "rebuild")):
         asked = Message({"t": kind, "id": number, **about}, [], [])
-        PeerHandlers._on_replica_request(cast(PeerHandlers, others), cast(Channel, channel), asked)
+        handlers.serve_request(cast(Channel, channel), asked)
 
     def look() -> list[Any]:
         due, found = list(timers), len(said)

@@ -20,7 +20,8 @@ from ckpt.agent.net.handshake import Dialler, Role, Session
 from ckpt.agent.net.tcp_receiver import NUMBER, WANT, Fetch
 from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.net.transport import WRONG_MAX, Frames
-from ckpt.agent.replication.replica_store import ReplicaStore, transfer_name
+from ckpt.agent.replication.replica_offers import transfer_name
+from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.runtime import workers
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError, CkptError, DamagedData
@@ -127,23 +128,6 @@ def test_all_frames_arrive_byte_for_byte(node: Made, host: str, connections: int
     assert transfer.is_right()
     assert sorted(transfer.landed) == list(range(len(LENGTHS)))
     assert transfer.fetch.missing() == []
-
-
-def test_only_what_is_wanted_is_fetched(node: Made) -> None:
-    transfer = Transfer(node("a"), node("b"), numbers=[1, 3])
-    transfer.result()
-    assert transfer.is_right(1, 3)
-
-
-def test_frames_may_lie_elsewhere_at_the_receiver(node: Made, loop: TurnedLoop) -> None:
-    sender, receiver = node("a"), node("b")
-    data, frames = content()
-    sender.transport.offer(NAME, memoryview(data), frames)
-    turned = frames.with_offsets(np.cumsum([0, *LENGTHS[:0:-1]]).astype(np.uint64)[::-1], sum(LENGTHS))
-    target = bytearray(sum(LENGTHS))
-    finished(loop, receiver.transport.fetch("a", [sender.address], NAME, memoryview(target), turned).completion)
-    for (at, length), (there, _) in zip(frames.byte_ranges(), turned.byte_ranges(), strict=True):
-        assert target[there : there + length] == data[at : at + length]
 
 
 def test_some_frames_of_an_offer_are_fetched_by_whoever_has_room_for_them_only(node: Made, loop: TurnedLoop) -> None:
@@ -567,7 +551,7 @@ def test_what_others_read_already_is_given_to_a_start_outside_the_limit_and_to_t
     sender, name = node("a", bytes_per_s=1000.0), transfer_name(STEP, 0)
     source, frames = content()
     copies = ReplicaStore(cast(Any, None), lambda what: what())
-    offer = partial(copies.offer, sender.transport, name, memoryview(source), frames)
+    offer = partial(copies.offers.add, sender.transport, name, memoryview(source), frames)
     offer("training")
     targets, landed = [bytearray(ROOM) for _ in range(2)], list[int]()
 
@@ -583,18 +567,6 @@ def test_what_others_read_already_is_given_to_a_start_outside_the_limit_and_to_t
     finished(loop, slow.completion)
     for at, length in frames.byte_ranges():
         assert all(target[at : at + length] == source[at : at + length] for target in targets)
-
-
-def test_a_limit_counts_for_transfers_under_way(node: Made, loop: TurnedLoop) -> None:
-    sender, receiver = node("a", bytes_per_s=1000.0), node("b")
-    transfer = Transfer(sender, receiver)
-    loop.until(lambda: transfer.landed)
-    assert not transfer.fetch.completion.done()
-    sender.transport.set_rate(None)
-    transfer.fetch.cancel()
-    finished(loop, sender.transport.withdraw(NAME))
-    with pytest.raises(AgentError):
-        transfer.result()
 
 
 def test_who_is_told_of_frames_and_fails_ends_the_transfer(node: Made, caplog: pytest.LogCaptureFixture) -> None:

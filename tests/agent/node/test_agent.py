@@ -342,7 +342,7 @@ def test_a_candidate_that_no_source_has_whole_is_struck_for_all_and_the_one_befo
     assert sum(isinstance(outcome, CkptError) for outcome in outcomes) >= 1
     new[1].spoil = lambda frame, raw: False
     fields = {"epoch": new[0].epoch, "identity": decision.fields["candidate"]["identity"], "why": "bad"}
-    followed_job = new[0].request("next-candidate", fields)
+    followed_job = new[0].request("restored", fields)
     assert followed_job.fields["candidate"]["step"] == before
     restored = together(new, lambda rank: rank.restore(followed_job))
     for rank in new:

@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from ckpt.agent.node.node_memory import owner_of
+from ckpt.agent.node.node_context import owner_of
 from ckpt.agent.snapshots.memory_checkpoint import StagedReader
 from ckpt.errors import AgentError, CkptError, DamagedData, UsageError
 from ckpt.format import values
@@ -193,7 +193,7 @@ FROM_A_RANK: list[tuple[str, dict[str, Any]]] = [
             "sample": ["a", [INF], b""],
         },
     ),
-    ("snapshot-missed", {"attempt": INF, "why": ""}),
+    ("snapshot-staged", {"attempt": INF, "why": "late"}),
     ("save", {"version": "x", "why": "save"}),
     ("unsavable", {"version": "x", "why": ""}),
     ("rank-holds", {"attempt": INF}),

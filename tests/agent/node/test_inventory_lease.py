@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.net.permissions import Sender, epoch_of, required_sender
-from ckpt.agent.node.cluster_startup import ClusterStartup
-from ckpt.agent.node.inventory_lease import LEASE_TIMEOUT_S, Frozen, InventoryLease
+from ckpt.agent.node.coordinator import FrozenWatch
+from ckpt.agent.node.dispatch import epoch_of
+from ckpt.agent.node.inventory_lease import LEASE_TIMEOUT_S, InventoryLease
 from ckpt.errors import AgentError
 from ckpt.types import OWN_NODE, Epoch
 
@@ -104,22 +104,6 @@ def test_one_that_begins_while_a_newer_one_asks_has_nothing_dropped() -> None:
     assert fence.refusal("y", TWO) == ""
 
 
-@pytest.mark.parametrize(
-    ("fields", "who"),
-    [
-        ({"t": "replicate"}, Sender.EVICTING_COORDINATOR),
-        ({"t": "replicate", "rereplication": True}, Sender.COORDINATOR_OR_SURVEYOR),
-        ({"t": "survey", "lease": False}, Sender.ANYONE),
-        ({"t": "control-word", "slot": 0, "word": 5}, Sender.EVICTING_COORDINATOR),
-        ({"t": "control-word", "slot": 0, "word": 0}, Sender.COORDINATOR),
-        ({"t": "start"}, Sender.START_PENDING),
-        ({"t": "what nobody knows"}, Sender.COORDINATOR),
-    ],
-)
-def test_what_is_not_known_to_be_harmless_only_a_coordinator_says(fields: dict[str, object], who: Sender) -> None:
-    assert required_sender(fields) is who
-
-
 def test_the_epoch_is_the_one_that_is_named_or_that_of_the_checkpoint() -> None:
     assert epoch_of({"epoch": str(TWO), "identity": f"{ONE}-000000000005.0000"}) == TWO
     assert epoch_of({"identity": f"{ONE}-000000000005.0000"}) == ONE
@@ -155,56 +139,48 @@ def test_a_start_waits_for_no_outcome_of_what_was_to_be_done_with_what_is_left()
 
 
 class Node:
-    """Its job of several nodes, as far as the fence says what becomes of it; and what that is told."""
+    """Its job of several nodes, as far as the lease says what becomes of it; and what that is told."""
 
     def __init__(self) -> None:
-        self.inventory_lease, self._frozen_timer = asked(), Frozen()
-        self._surveying_start = self._start = None
-        self.replicas, self.followed_jobs = SimpleNamespace(readers=set()), ()
+        self.inventory_lease = asked()
+        self.watch = FrozenWatch(self.inventory_lease)
         self.told: list[tuple[Any, ...]] = []
         self.begin(ONE)
 
     def begin(self, epoch: Epoch) -> None:
-        group = SimpleNamespace(is_frozen=False, all_gone=False, superseded_by="")
+        facts = SimpleNamespace(is_frozen=False, all_gone=False, superseded_by="")
         emit = lambda *event: self.told.append(event)  # noqa: E731
         self.disconnected_ranks: list[dict[str, Any]] = []
-        self.current_job = SimpleNamespace(
-            nodes=("here", "there"),
+        self.job = SimpleNamespace(
             epoch=epoch,
-            scheduler=group,
-            emit=emit,
+            scheduler=SimpleNamespace(facts=facts),
+            context=SimpleNamespace(emit=emit),
             disconnected_ranks=lambda: self.disconnected_ranks,
         )
 
-    def _jobs(self) -> list[Any]:
-        return [self.current_job]
-
-    def _report_if_frozen(self, now_s: float) -> float | None:
-        return ClusterStartup._report_if_frozen(cast(ClusterStartup, self), now_s)
-
-    def tend(self, now_s: float) -> tuple[float | None, bool, int]:
-        """When it looks again, whether its job is frozen, and how often it was told so."""
-        again_s = ClusterStartup._update_inventory_lease(cast(ClusterStartup, self), now_s)
-        return again_s, self.current_job.scheduler.is_frozen, len(self.told)
+    def tend(self, now_s: float) -> tuple[float | None, int]:
+        """When it looks again, and how often its job was told that it is frozen."""
+        self.job.scheduler.facts.is_frozen = bool(self.inventory_lease.refusal(OWN_NODE, self.job.epoch))
+        return self.watch.update(cast(Any, self.job), now_s), len(self.told)
 
 
 def test_a_job_that_stays_frozen_longer_than_a_bound_is_told_so_loudly_and_once() -> None:
     node = Node()
-    assert node.tend(5.0) == (5.0 + LEASE_TIMEOUT_S, True, 0)
-    assert node.tend(4.9 + LEASE_TIMEOUT_S) == (5.0 + LEASE_TIMEOUT_S, True, 0)
-    assert node.tend(5.0 + LEASE_TIMEOUT_S) == (None, True, 1)
+    assert node.tend(5.0) == (5.0 + LEASE_TIMEOUT_S, 0)
+    assert node.tend(4.9 + LEASE_TIMEOUT_S) == (5.0 + LEASE_TIMEOUT_S, 0)
+    assert node.tend(5.0 + LEASE_TIMEOUT_S) == (None, 1)
     name, message, loud, facts = node.told[0]
     assert (name, loud) == ("job.frozen", True)
     assert "agent y" in message
     assert facts["reason"] in message
-    assert node.tend(1e9) == (None, True, 1)
+    assert node.tend(1e9) == (None, 1)
 
 
 def test_a_job_that_older_epochs_words_are_refused_for_good_hears_to_be_started_again() -> None:
     node = Node()
     node.inventory_lease.on_epoch_begun("y", TWO)
     node.tend(0.0)
-    assert node.tend(LEASE_TIMEOUT_S) == (None, True, 1)
+    assert node.tend(LEASE_TIMEOUT_S) == (None, 1)
     assert f"{TWO} has begun" in node.told[0][1]
     assert "start the job again" in node.told[0][1]
 
@@ -213,39 +189,39 @@ def test_what_froze_it_only_for_a_while_and_again_is_not_told() -> None:
     node = Node()
     node.tend(0.0)
     node.inventory_lease.end_lease("y")
-    assert node.tend(LEASE_TIMEOUT_S - 1) == (None, False, 0)
+    assert node.tend(LEASE_TIMEOUT_S - 1) == (None, 0)
     node.inventory_lease.take_lease("y", ONE)
-    assert node.tend(LEASE_TIMEOUT_S) == (2 * LEASE_TIMEOUT_S, True, 0)
+    assert node.tend(LEASE_TIMEOUT_S) == (2 * LEASE_TIMEOUT_S, 0)
     node.begin(Epoch(1, "f" * 16))  # and that of a job before it does not count
     node.inventory_lease.take_lease("z", TWO)
-    assert node.tend(2 * LEASE_TIMEOUT_S) == (3 * LEASE_TIMEOUT_S, True, 0)
+    assert node.tend(2 * LEASE_TIMEOUT_S) == (3 * LEASE_TIMEOUT_S, 0)
 
 
 def test_a_job_that_takes_no_snapshots_since_a_node_is_cut_off_from_it_is_told_so_loudly_and_once() -> None:
     node = Node()
     node.inventory_lease.end_lease("y")
     node.disconnected_ranks = [{"node": None, "ranks": [0]}]  # this node's own rank says itself that it has no agent
-    assert node.tend(5.0) == (None, False, 0)
+    assert node.tend(5.0) == (None, 0)
     node.disconnected_ranks += [{"node": "b", "ranks": [1]}, {"node": "c", "ranks": [2]}]
-    assert node.tend(5.0) == (5.0 + LEASE_TIMEOUT_S, False, 0)
-    assert node.tend(5.0 + LEASE_TIMEOUT_S) == (None, False, 1)
+    assert node.tend(5.0) == (5.0 + LEASE_TIMEOUT_S, 0)
+    assert node.tend(5.0 + LEASE_TIMEOUT_S) == (None, 1)
     name, message, loud, facts = node.told[0]
     assert (name, loud) == ("job.frozen", True)
     assert "node b, node c" in message
     assert "ckpt watch" in message
     assert facts["reason"] in message
-    assert node.tend(1e9) == (None, False, 1)
+    assert node.tend(1e9) == (None, 1)
     node.disconnected_ranks = []
     node.tend(2e9)
     node.disconnected_ranks = [{"node": "b", "ranks": [1]}]
     node.tend(3e9)
-    assert node.tend(3e9 + LEASE_TIMEOUT_S) == (None, False, 2)
+    assert node.tend(3e9 + LEASE_TIMEOUT_S) == (None, 2)
 
 
 @pytest.mark.parametrize("gone", [{"all_gone": True}, {"superseded_by": "another"}])
 def test_a_job_that_nobody_trains_or_that_hears_to_leave_is_told_nothing_more(gone: dict[str, Any]) -> None:
     node = Node()
-    vars(node.current_job.scheduler).update(gone)
+    vars(node.job.scheduler.facts).update(gone)
     node.disconnected_ranks = [{"node": "b", "ranks": [1]}]
     node.tend(0.0)
-    assert node.tend(1e9) == (None, True, 0)
+    assert node.tend(1e9) == (None, 0)

@@ -12,10 +12,10 @@ import msgpack
 import pytest
 
 from ckpt.agent.commit.commit_terms import CommitTerms
-from ckpt.agent.job.follower_job import _parse_holders
+from ckpt.agent.job.follower_restore import parse_holders
 from ckpt.agent.net.framing import make_payloads
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.node.cluster_startup import ClusterStartup
+from ckpt.agent.node.candidate_service import CandidateService
 from ckpt.agent.node.startup_state import Start
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.snapshots.all_shares import AllShares
@@ -142,10 +142,12 @@ def test_what_a_lender_is_told_of_the_longest_claim_fits_into_a_message() -> Non
 def test_where_a_thousand_nodes_of_earlier_starts_are_that_hold_a_candidate_fits_into_a_message() -> None:
     nodes = [NodeAt(f"{at:016x}", (Address("10.11.12.13", at), Address("10.11.12.14", at)), ()) for at in range(COUNT)]
     places = SimpleNamespace(holders={at: [node.name] for at, node in enumerate(nodes)})
-    leading = SimpleNamespace(_holders_without_ranks=lambda start: nodes)
-    blob = ClusterStartup._encode_holders(cast(ClusterStartup, leading), cast(Start, None), cast(Any, places))
+    start = cast(Start, SimpleNamespace(survey=SimpleNamespace(previous_nodes=())))
+    context = SimpleNamespace(jobs=None)
+    candidates = CandidateService(cast(Any, context), cast(Any, None), cast(Any, SimpleNamespace(nodes=lambda: nodes)))
+    blob = candidates.encode_holders(start, cast(Any, places))
     make_payloads({"t": "reply", "id": 1, "records": []}, [blob])
-    assert _parse_holders(blob) == nodes
+    assert parse_holders(blob) == nodes
 
 
 class Counted(dict[int, int]):
@@ -199,13 +201,13 @@ def test_what_each_node_has_room_for_is_known_as_it_was_while_one_of_them_does_n
     nodes = AllShares(cast(LocalShare, SimpleNamespace(world=2, plan_memory=own.plan_memory)), cast(Any, [other]), "n0")
     heard: list[Any] = []
     nodes.plan_memory({0: 1, 1: 1}, 3, None, lambda *found: heard.append(found))
-    before = nodes.plans_by_name()
+    before = nodes.plans
     assert set(before) == {"n0", "n1"}
     gone = "the agent of that node is gone"
     other.plan_memory = lambda *_: _[-1](None, gone)  # type: ignore[method-assign]
     nodes.plan_memory({0: 2, 1: 2}, 3, None, lambda *found: heard.append(found))
     assert heard[1] == (None, "the agent of that node is gone")
-    assert nodes.plans_by_name() == before
+    assert nodes.plans == before
 
 
 def test_the_steps_of_all_ranks_are_those_that_each_node_has_told_and_those_of_ranks_here_on_the_page() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from ckpt.agent.commit.commit_terms import CommitTerms
+from ckpt.agent.node.dispatch import Permissions, Sender
 from ckpt.agent.node.inventory_lease import InventoryLease
 from ckpt.agent.node.memory_lease import MemoryLease
 from ckpt.agent.node.memory_node import MemoryNode
+from ckpt.agent.node.node_jobs import NodeJobs
 from ckpt.agent.state.retention_rule import NewestStart
 from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.store.lineage import Ancestor, Claim
@@ -31,7 +33,7 @@ def terms(epoch: Epoch, parent: Identity | None = None, launch: str = "a") -> Co
 
 def lent() -> MemoryLease:
     """To an agent "x", which coordinates epoch 1 of launch "a"."""
-    made = MemoryLease()
+    made = MemoryLease(1 << 30)
     assert made.lease_for_start("x", "a", take_over=False) == ""
     assert made.borrow("x", terms(ONE)) == ""
     return made
@@ -56,11 +58,11 @@ def test_a_restart_of_the_job_and_one_that_takes_over_wait_for_nobody(launch: st
 def test_between_a_starts_question_and_its_epoch_nothing_is_taken_from_anybody() -> None:
     """A coordinator that lives on is fenced: what was listed for the start stays as it is."""
     loan, fence = lent(), InventoryLease({}.__setitem__)
-    node: Any = SimpleNamespace(_memory_lease=loan, inventory_lease=fence)
-    node._is_coordinator = lambda *sender: MemoryNode._is_coordinator(node, *sender)
+    permissions = Permissions(NodeJobs(), fence, loan.is_coordinator, lambda: False)
 
     def check(name: str, identity: Identity) -> None:
-        MemoryNode._check_sender(cast(MemoryNode, node), name, {"t": "replicate", "identity": str(identity)})
+        fields = {"t": "replicate", "identity": str(identity)}
+        permissions.check(Sender.EVICTING_COORDINATOR, SimpleNamespace(peer=name), fields)
 
     check("x", at(ONE, 5))
     loan.lease_for_start("y", "a", take_over=False)
@@ -111,13 +113,14 @@ def test_only_what_the_new_epoch_did_not_go_on_from_may_go_before_it_has_a_check
 
 
 def test_it_commits_only_while_no_coordinator_is_connected() -> None:
-    node: Any = SimpleNamespace(_memory_lease=lent(), replicas=SimpleNamespace(identities={at(ONE, 5)}))
+    replicas = SimpleNamespace(identities={at(ONE, 5)})
+    node: Any = SimpleNamespace(lease=lent(), memory=SimpleNamespace(replicas=replicas))
     assert MemoryNode._find_uncoordinated_job(node) is None
-    node._memory_lease.on_coordinator_lost("x")
+    node.lease.on_coordinator_lost("x")
     job = MemoryNode._find_uncoordinated_job(node)
     assert job is not None
     assert set(job.terms) == {ONE}
-    node.replicas.identities.clear()
+    replicas.identities.clear()
     assert MemoryNode._find_uncoordinated_job(node) is None
 
 

@@ -24,6 +24,7 @@ from ckpt.agent.job.job_context import RankConnection, Services
 from ckpt.agent.restore.sources import open_session
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.memory_plan import MemoryUse
+from ckpt.agent.state.accounting import Accounting
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.errors import UsageError
 from ckpt.format.manifest import FRAME, Manifest
@@ -35,6 +36,7 @@ from ckpt.types import Epoch, Identity, Version
 from tests.agent.nodes.staged import close_arenas
 
 EPOCH = Epoch(50, "0123456789abcdef")
+STORE = SimpleNamespace(is_claimed=lambda epoch: True)
 
 
 class Idle:
@@ -215,9 +217,12 @@ class Listener:
 @pytest.fixture
 def job() -> Iterator[tuple[Job, Lanes, Listener]]:
     lanes, listener = Lanes(), Listener()
-    services = Services(cast(Any, lanes), cast(Any, lanes), cast(Any, None), 0.01, lambda epoch: MemoryUse())
+    nothing, notices = cast(Any, SimpleNamespace()), SimpleNamespace(list_notices=tuple)
+    work = cast(Any, lanes), cast(Any, lanes), cast(Any, STORE), 0.01, lambda epoch: MemoryUse()
+    shown = Accounting(), lambda event: None, dict, nothing
+    services = Services(*work, cast(Any, notices), None, nothing, lambda: None, *shown)
     made = Job(services, EPOCH, 1, "x", cast(Any, listener))
-    made._members[0] = RankConnection(cast(Any, listener), 0, cast(Any, None))
+    made.context.connections.connect(0, RankConnection(cast(Any, listener), cast(Any, None)))
     yield made, lanes, listener
     made.ranks.drop()
 
@@ -243,11 +248,10 @@ def test_a_stall_that_no_snapshot_can_have_had_is_refused_and_fails_no_job(
 
 def test_no_second_heartbeat_is_put_while_one_is_under_way(job: tuple[Job, Lanes, Listener]) -> None:
     made, lanes, _ = job
-    for _ in range(5):
-        made._send_heartbeat()
-    assert len(lanes.work) == 1
+    made.commits.send_heartbeat()
+    assert (len(lanes.work), len(lanes.timers)) == (1, 0)
     lanes.work.pop()()
-    made._send_heartbeat()
+    lanes.timers.pop()()
     assert len(lanes.work) == 1
 
 
@@ -255,7 +259,7 @@ def test_an_epoch_is_not_closed_beside_its_claim_but_after_it(job: tuple[Job, La
     made, lanes, _ = job
     made.begin_training(Claim(EPOCH, None), resumed=False)
     (claim,) = lanes.work
-    made._close_epoch("left")
+    made.commits.close_epoch("left")
     assert lanes.work == [claim], "a claim that lands after it would leave an epoch that nobody closes"
     claim()
     assert len(lanes.work) == 2
@@ -264,11 +268,10 @@ def test_an_epoch_is_not_closed_beside_its_claim_but_after_it(job: tuple[Job, La
 def test_a_job_that_has_ended_is_needed_until_its_rule_is_carried_out(job: tuple[Job, Lanes, Listener]) -> None:
     """Else its agent would end before the checkpoints are gone that the last commit lets go, and no other is there."""
     made, lanes, _ = job
-    made.options = replace(made.options, keep=Keep(last=2))
-    made._services = replace(made._services, store=cast(Any, SimpleNamespace(is_claimed=lambda epoch: True)))
-    made._prune()
+    made.context.options = replace(made.context.options, keep=Keep(last=2))
+    made.commits.prune()
     made.scheduler.rank_states[0].presence = Presence.LEFT
-    made.scheduler.record_close()
+    made.scheduler.leave_requests.record_close()
     assert made.is_needed
     lanes.work.pop()()
     assert not made.is_needed
@@ -276,10 +279,10 @@ def test_a_job_that_has_ended_is_needed_until_its_rule_is_carried_out(job: tuple
 
 def test_a_timer_of_a_job_that_raises_fails_that_job_once(job: tuple[Job, Lanes, Listener]) -> None:
     made, lanes, listener = job
-    made._call_later(0.0, lambda: 1 // 0)
+    made.context.call_later(0.0, lambda: 1 // 0)
     for _ in range(2):
         lanes.timers[0]()
-    assert "ZeroDivisionError" in made.internal_error
+    assert "ZeroDivisionError" in made.context.internal_error
     assert made.settle() is None
     assert [event["name"] for event in listener.heard] == ["job.failed"]
     assert listener.lost
@@ -295,7 +298,7 @@ UNSENDABLE: dict[str, Any] = {
 @pytest.mark.parametrize("data", UNSENDABLE.values(), ids=UNSENDABLE.keys())
 def test_an_event_that_no_message_holds_is_told_without_its_data(data: Any, job: tuple[Job, Lanes, Listener]) -> None:
     made, _, listener = job
-    made.emit("some.event", "what happened to \udc80", True, data)
+    made.context.emit("some.event", "what happened to \udc80", True, data)
     assert [(event["name"], event["data"]) for event in listener.heard] == [("some.event", {})]
 
 

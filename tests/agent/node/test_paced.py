@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.cost_model import CostModel
-from ckpt.agent.state.job_facts import SlotState
+from ckpt.agent.state.slots import SlotState
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.interval_solver import START_S
 from ckpt.policy.save_options import Every
@@ -48,7 +48,7 @@ class Job:
             driver.now_s = min([*times, *([wake_s] if wake_s is not None and wake_s > driver.now_s else [])])
             if self._assembles is not None and self._assembles[0] <= driver.now_s:
                 made, self._assembles = self._assembles[1], None
-                driver.group.record_assembly(made.slot, made.attempt_number, "")
+                driver.group.save_attempts.record_assembly(made.slot, made.attempt_number, "")
             if self._commits is not None and self._commits[0] <= driver.now_s:
                 self._committed()
             if self._ends_s <= driver.now_s:
@@ -63,13 +63,15 @@ class Job:
         self._entered_s = self._ends_s
         self.step, self._ends_s = ended + 1, self._ends_s + self.step_s
         driver.steps = [self.step]
-        granted = [attempt.number for attempt in driver.group.attempts(SlotState.GRANTED)]
+        granted = [attempt.number for attempt in driver.slots.attempts(SlotState.GRANTED)]
         if word is None or word.step != ended or word.attempt_number not in granted:
             return
         self._taken_s[ended] = driver.now_s
         self.snapshots.append(driver.now_s)
         self._ends_s += STALL_S
-        driver.group.record_staging(0, word.attempt_number, Version(ended), word.slot, driver.group.division, STALL_S)
+        driver.group.save_attempts.record_staging(
+            0, word.attempt_number, Version(ended), word.slot, driver.arenas.division, STALL_S
+        )
         self.learning.record_stall(STALL_S, self.step)
         self._follow()
 
@@ -81,14 +83,14 @@ class Job:
                 self.learning.record_commit_begin(self._entered_s, self.step)
                 self._commits = self.driver.now_s + self.commit_s, action
             elif isinstance(action, do.OfferSlot):
-                self.driver.group.record_warm_arena(0, action.slot, self.driver.group.division)
+                self.driver.arenas.record_warm_arena(0, action.slot, self.driver.arenas.division)
         self._heard = len(self.driver.said)
 
     def _committed(self) -> None:
         assert self._commits is not None
         made, self._commits = self._commits[1], None
         now_s = self.driver.now_s
-        self.driver.group.record_commit(made.slot, "", now_s)
+        self.driver.group.commits.record_commit(made.slot, "", now_s)
         self.commits.append((self._taken_s[made.version.step], now_s))
         self.learning.record_commit_end(self._entered_s, self.step, (self.commit_s, BYTES))
         self._follow()
@@ -99,7 +101,7 @@ class Job:
         if (before.local_s, before.snapshots) != (decision.local_s, decision.snapshots):
             self.snapshots.clear()
             self.commits.clear()
-        self.driver.group.set_intervals(decision.local_s, decision.store_s, self.driver.now_s)
+        self.driver.group.clock.set_intervals(decision.local_s, decision.store_s, self.driver.now_s)
 
 
 LIMITS = [Adaptive(), Adaptive(at_risk_s=150), Adaptive(at_risk_s=400), Adaptive(store_mb_s=1), Adaptive(store_mb_s=3)]

@@ -23,6 +23,7 @@ from ckpt.ipc import client, messages
 from ckpt.threads import Tasks
 from ckpt.trainer.loop.entry import StartDecision, _request_decision
 from ckpt.trainer.loop.saver import Saver
+from tests.agent.parts import bare_context
 
 BOUND_S = 60.0
 
@@ -161,7 +162,7 @@ def test_all_ranks_wait_as_long_as_the_start_moves_and_end_alike(ends_well: bool
         asked.append(kind)
         return waits
 
-    savers = [SimpleNamespace(link=SimpleNamespace(start_request=ask)), None]
+    savers = [SimpleNamespace(link=SimpleNamespace(connection=SimpleNamespace(start_request=ask))), None]
     said, barrier = [b"", b""], Barrier(2)
     groups = [Together(rank, said, barrier) for rank in range(2)]
 
@@ -192,17 +193,13 @@ class Starting:
         peer = SimpleNamespace(send=self.said.append)
         self.start = Start(cast(Any, peer), 7, "launch", 1, False)
         self.copies, self.network = SimpleNamespace(progress=Progress()), SimpleNamespace(progress=Progress())
-        self.agent = SimpleNamespace(
-            _start=self.start,
-            _struck_candidates={},
-            replicas=self.copies,
-            network=self.network,
-            _server=SimpleNamespace(call_later=lambda delay_s, what: self._timers.append(what)),
-        )
-        self.agent._progress_key = lambda start: Startup._progress_key(cast(Startup, self.agent), start)
-        tell = lambda start, before: Startup._report_progress(cast(Startup, self.agent), start, before)  # noqa: E731
-        self.agent._report_progress = tell
-        tell(self.start, self.agent._progress_key(self.start))
+        server = SimpleNamespace(call_later=lambda delay_s, what: self._timers.append(what))
+        context, nothing = bare_context(network=self.network, server=server), cast(Any, None)
+        self.jobs = context.jobs
+        self.jobs.start = self.start
+        memory, coordinator = SimpleNamespace(replicas=self.copies), SimpleNamespace(memory_nodes=None)
+        startup = Startup(context, cast(Any, memory), cast(Any, coordinator), nothing, nothing)
+        startup._report_progress(self.start, startup._progress_key(self.start))
 
     def look(self) -> list[int]:
         """Of which requests it is said."""
@@ -218,9 +215,9 @@ def test_a_start_is_said_to_move_when_something_of_it_has() -> None:
     starting = Starting()
     start, moves = starting.start, [starting.network.progress.advance, starting.copies.progress.advance]
     moves += [
-        lambda: start.pending_nodes.add("n1"),
-        start.pending_nodes.clear,
-        lambda: setattr(start, "is_store_listed", True),
+        lambda: start.survey.pending_nodes.add("n1"),
+        start.survey.pending_nodes.clear,
+        lambda: setattr(start.survey, "is_store_listed", True),
     ]
     assert starting.look() == []
     for move in moves:
@@ -232,13 +229,13 @@ def test_a_start_is_said_to_move_when_something_of_it_has() -> None:
 def test_nothing_is_said_where_nobody_waits_nor_after_the_start() -> None:
     starting = Starting()
     starting.start.request_id = None  # the ranks restore
-    starting.start.is_store_listed = True
+    starting.start.survey.is_store_listed = True
     assert starting.look() == []
     starting.start.request_id = 8  # the candidate has failed, and the next is waited for
-    starting.start.is_resolving = True
+    starting.start.choice.is_resolving = True
     assert starting.look() == [8]
-    starting.agent._start = None
-    starting.start.is_resolving = False
+    starting.jobs.start = None
+    starting.start.choice.is_resolving = False
     assert starting.look() == starting.look() == []
     assert not starting._timers
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckpt.agent.state.job_facts import SaveAttempt, SaveReason
+from ckpt.agent.state.job_facts import JobFacts
 from ckpt.agent.state.replica_state import ReplicaState
-from ckpt.policy.save_options import Every
+from ckpt.agent.state.slots import AttemptTimes, SaveAttempt, SaveReason
 from ckpt.types import Identity
 
 
@@ -12,16 +12,19 @@ class Copying:
     """One checkpoint after the other. Its word is that of `elsewhere.Elsewhere`: whatever ends well there is safe."""
 
     def __init__(self) -> None:
-        self._facts = ReplicaState(1, Every(seconds=1.0))
+        self._facts = JobFacts(1)
+        self._replicas = ReplicaState(self._facts)
 
     def begin(self, identity: Identity) -> None:
-        attempt = self._facts.slots[0].attempt = SaveAttempt(1, 0, SaveReason.STEP, identity.version, "", 0.0)
-        self._facts.begin_replication(attempt)
+        attempt = self._facts.slots[0].attempt = SaveAttempt(
+            1, 0, SaveReason.STEP, identity.version, "", AttemptTimes(0.0)
+        )
+        self._replicas.begin_replication(attempt)
 
     def lost(self) -> None:
         """An agent is not connected any more."""
-        self._facts.record_lost_holder("b", self._facts.peer_versions)
+        self._replicas.record_lost_holder("b", self._replicas.peer_versions)
 
     def ended(self, error: str) -> str:
         """Why it is not safe; "": it is."""
-        return self._facts.record_replication(0, error, 0.0)
+        return self._replicas.record_replication(0, error, 0.0)

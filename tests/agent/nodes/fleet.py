@@ -14,9 +14,10 @@ from ckpt.agent.net.transport import WRONG_MAX, Frames
 from ckpt.agent.replication.rebuild import Rebuild
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.replicate import Replication, assign_parity
+from ckpt.agent.replication.replicate import assign_parity, replicate
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated
+from ckpt.agent.runtime.coroutines import Task, spawn
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import encode_local_parts
 from ckpt.errors import AgentError, CkptError, DamagedData
@@ -120,9 +121,9 @@ class Link:
 
     def notify(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         identity = Identity.parse(fields["identity"])
-        if name in self._fleet.gone or (fields["t"] == "replicated" and name in self._fleet.deaf):
+        if name in self._fleet.gone or (fields["t"] == "evict" and name in self._fleet.deaf):
             return
-        if fields["t"] == "replicated":
+        if fields["t"] == "evict":
             self._fleet.copies[name].evict_older_than(identity)
         else:
             self._fleet.parities[name].withdraw(identity, fields.get("reader", ""))
@@ -199,7 +200,7 @@ class Fleet:
             return not heard[0]
 
         services = cast(PeerNetwork, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes
-        Replication(*services, identity, assign_parity(groups, self.ranks), then, safe, needed).begin()
+        spawn(replicate(*services, identity, assign_parity(groups, self.ranks), then, safe, needed))
         self.turned.until(lambda: heard)
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
         return heard[0]
@@ -228,11 +229,10 @@ class Fleet:
         losses = {
             rank: kept.losses_max for kept in self.placed(identity).protected_states for rank in self.ranks[kept.node]
         }
-        needs, heard = [losses[rank] for rank in range(self.world)], list[SafeCheckpoint | None]()
-        network, own = cast(PeerNetwork, self.links[self.me]), self.keeps(self.me)
-        find_replicated(network, self.nodes, own, identity.epoch, needs, heard.append)
-        self.turned.until(lambda: heard)
-        return heard[0]
+        needs, network = [losses[rank] for rank in range(self.world)], cast(PeerNetwork, self.links[self.me])
+        finding = Task(find_replicated(network, self.nodes, self.keeps(self.me), identity.epoch, needs))
+        self.turned.until(lambda: finding.is_settled)
+        return finding.result()
 
     def replication_manager(self, identity: Identity) -> ReplicationManager:
         """The coordinator's, which has had it protected."""
@@ -251,27 +251,20 @@ class Fleet:
     ) -> tuple[dict[int, str], str]:
         """Who made which rank again, of what is lost with the nodes that are gone, and what else is `missing`.
         `urgent`: for a start."""
-        heard: list[tuple[dict[int, str], str]] = []
-        self.begin_rebuild(identity, missing, lambda made, error: heard.append((made, error)), urgent)
-        self.turned.until(lambda: heard)
+        made, running = self.begin_rebuild(identity, missing, urgent)
+        self.turned.until(lambda: running.is_settled)
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
-        return heard[0]
+        return made.node_by_rank, running.result()
 
     def begin_rebuild(
-        self,
-        identity: Identity,
-        missing: Sequence[int] | None,
-        then: Callable[[dict[int, str], str], None],
-        urgent: bool = False,
-    ) -> Rebuild:
-        """The same, until `then` hears it."""
+        self, identity: Identity, missing: Sequence[int] | None = None, urgent: bool = False
+    ) -> tuple[Rebuild, Task[str]]:
         left = [node for node in self.nodes if node.name not in self.gone]
         held = {rank: [node.name] for node in left for rank in node.ranks if rank not in (missing or ())}
         lost = sorted(set(range(self.world)) - held.keys()) if missing is None else missing
         at = {rank: [node.name for node in left if rank not in node.ranks] for rank in lost}
-        made = Rebuild(self.parities[self.me], left, identity, held, at, then, urgent=urgent)
-        made.begin()
-        return made
+        made = Rebuild(self.parities[self.me], left, identity, held, at, urgent=urgent)
+        return made, Task(made.run())
 
     def kept(self, name: str) -> set[int]:
         """The steps of which that node keeps parity."""

@@ -102,6 +102,7 @@ class Turned:
     def __init__(self) -> None:
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.workers = Workers(self.post)
+        self.done = 0  # what it has done
 
     def post(self, what: Callable[[], None]) -> None:
         self._posted.put(what)
@@ -109,6 +110,7 @@ class Turned:
     def until(self, holds: Callable[[], object]) -> None:
         while not holds():
             self._posted.get(timeout=30)()
+            self.done += 1
 
     @property
     def is_idle(self) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgpack
@@ -14,13 +12,13 @@ import pytest
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.replicate import Assignment, Replication
-from ckpt.agent.restore.peer_source import PeerSource
-from ckpt.agent.restore.sources import open_session
+from ckpt.agent.replication.replicate import Assignment, replicate
+from ckpt.agent.restore.manifest_request import gather_manifest
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.coroutines import spawn, start
 from ckpt.agent.runtime.workers import Workers
-from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest, ManifestGather
-from ckpt.agent.snapshots.memory_checkpoint import StagedReader, assemble_checkpoint
+from ckpt.agent.snapshots.manifest_gather import GatheredManifest
+from ckpt.agent.snapshots.memory_checkpoint import StagedReader
 from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest, encode_parts
 from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME, PLACE
@@ -193,7 +191,7 @@ def test_a_checkpoint_of_which_a_node_says_nonsense_is_not_had_from_there(
         net, heard = Net(), list[tuple[GatheredManifest | None, str]]()
         holders = {0: ["", "b"], 1: ["b"]}
         then = lambda found, error: heard.append((found, error))  # noqa: E731
-        ManifestGather(cast(PeerNetwork, net), turned.workers, STEP, holders, own, then).begin()
+        start(gather_manifest(cast(PeerNetwork, net), turned.workers, STEP, holders, own), then)
         answer(net.asked[-1])
         turned.until(lambda: heard)
         assert len(heard) == 1
@@ -224,14 +222,14 @@ def places_serve(found: GatheredManifest) -> None:
         found.places.frames(rank, found.checkpoint.manifest)
 
 
-def replicate(answer: Callable[[Net], None], own: dict[int, Arena], turned: Turned) -> list[str]:
+def replicated(answer: Callable[[Net], None], own: dict[int, Arena], turned: Turned) -> list[str]:
     net, heard = Net(transport=Offers()), list[str]()
     copies = ReplicaStore(cast(Workers, turned.workers), turned.post)
     network, held = cast(PeerNetwork, net), lambda identity: {0: own[0]}
     service = ReplicaService(turned.workers, turned.post, copies, held, lambda: network, lambda: 1 << 40)
     try:
         wanted = [Assignment("b", {"a": (0,)}), Assignment("a", {"b": (1,)})]
-        Replication(network, copies, service, NODES, STEP, wanted, heard.append).begin()
+        spawn(replicate(network, copies, service, NODES, STEP, wanted, heard.append))
         turned.until(lambda: len(net.asked) == 2)
         answer(net)
         turned.until(lambda: heard)
@@ -265,57 +263,13 @@ def test_a_node_that_describes_its_snapshots_wrong_fails_the_copies_and_holds_no
 ) -> None:
     def answer(net: Net) -> None:
         for asked in net.asked:
-            asked.answer({}, blobs if asked.fields["t"] == "publish-snapshots" else [])
+            asked.answer({}, blobs if asked.fields["t"] == "publish" else [])
 
-    errors = replicate(answer, arenas, turned)
+    errors = replicated(answer, arenas, turned)
     assert len(errors) == 1
     assert errors[0]
 
 
 def test_copies_that_a_node_refuses_are_failed_with_its_reason(turned: Turned, arenas: dict[int, Arena]) -> None:
-    errors = replicate(lambda net: [asked.refuse("no room") for asked in net.asked] and None, arenas, turned)
+    errors = replicated(lambda net: [asked.refuse("no room") for asked in net.asked] and None, arenas, turned)
     assert "no room" in errors[0]
-
-
-class Pending:
-    """A fetch that ends when it is called off."""
-
-    def __init__(self) -> None:
-        self.completion: Future[None] = Future()
-
-    def cancel(self) -> None:
-        if not self.completion.done():
-            self.completion.set_exception(AgentError("it was called off"))
-
-
-class Slow:
-    """A transport that brings nothing."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def fetch(self, peer: str, *_: Any, **__: Any) -> Pending:
-        self.asked.append(peer)
-        return Pending()
-
-
-@pytest.mark.parametrize("holders", [["b", "c"], ["b"]])
-def test_what_a_lost_agent_was_to_give_is_asked_of_another_that_has_it_at_once(
-    holders: list[str], arenas: dict[int, Arena]
-) -> None:
-    """Where nobody else has it, it is waited for: the link may have been cut, and come back."""
-    made = assemble_checkpoint(STEP, StagedReader().read(STEP, 2, arenas, keep_hashes=False), arenas)
-    sizes = {rank: arena.size_bytes for rank, arena in arenas.items()}
-    places = FramePlaces(STEP, made.ranks, made.offsets, sizes, {0: [], 1: holders})
-    net, told = Net(transport=Slow()), []
-    peers = PeerSource(places, cast(PeerNetwork, net), [NodeAt(name, (), ()) for name in ("b", "c")])
-    services: Any = None, lambda delay_s, what: None, lambda what: what()
-    restore = open_session(STEP, made.manifest, 1, None, None, *services, peers=peers)
-    restore.request(cast(Any, SimpleNamespace(send=told.append)), places.numbers(1).tolist())
-    restore.handle_disconnect("c")
-    assert net.transport.asked == ["b"]
-    restore.handle_disconnect("b")
-    assert net.transport.asked == holders
-    restore.handle_disconnect("c")
-    assert (net.transport.asked, told) == (holders, [])
-    restore.close()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.job.follower_job import FollowerJob
+from ckpt.agent.job.job_context import Services
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.runtime.event_loop import EventLoop, Peer
+from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.runtime.memory_plan import MemoryUse
-from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.remote_share import RemotePeer
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
@@ -42,16 +42,26 @@ class Rank:
     unwatch_death = disconnect = watch_death
 
 
-class Quiet:
-    """A server on which nothing happens by itself."""
-
-    def call_later(self, delay_s: float, what: Any) -> None:
-        pass
+def follower_services(workers: Any = None) -> Services:
+    """Of an agent on which nothing happens by itself."""
+    server = SimpleNamespace(call_later=lambda delay_s, what: None, post=lambda what: None)
+    listeners = SimpleNamespace(list_notices=tuple)
+    services = SimpleNamespace(
+        server=server,
+        workers=workers,
+        store=SimpleNamespace(folder=None),
+        memory_use=lambda epoch: MemoryUse(),
+        notice_listeners=listeners,
+    )
+    return cast(Services, services)
 
 
 class Led(Net):
     def channel(self, name: str) -> object:
         return self
+
+    def set_rate_limit(self, bytes_per_s: float | None) -> None:
+        pass
 
 
 @pytest.fixture
@@ -62,11 +72,7 @@ def rank() -> Rank:
 @pytest.fixture
 def there(rank: Rank) -> Iterator[FollowerJob]:
     """The second node's part of the job."""
-    net, server, nothing = cast(PeerNetwork, Led("b")), cast(EventLoop, Quiet()), cast(Any, None)
-    made = FollowerJob(
-        *(EPOCH, 2, NODES, net, server, cast(Workers, nothing), cast(StoreClient, nothing)),
-        *(lambda epoch: MemoryUse(), lambda identity: {}),
-    )
+    made = FollowerJob(follower_services(), cast(PeerNetwork, Led("b")), EPOCH, NODES, lambda identity: {})
     said = {"t": "join", "rank": 1, "resume": False, "arenas": [], "options": OPTIONS, "id": 1}
     made.join(cast(Peer, rank), Message(said, [], []))
     yield made

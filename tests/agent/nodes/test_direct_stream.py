@@ -15,7 +15,7 @@ import pytest
 
 from ckpt.agent.net.transport import STREAM_FRAMES
 from ckpt.agent.restore.direct_stream import HOLDER_STREAMS_MAX, RANK_STREAMS_MAX, SHARE_MIN, DirectStreams, FrameStream
-from ckpt.agent.restore.restore_session import Origin, RankRequest
+from ckpt.agent.restore.rank_request import Origin, RankRequest
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import frame_hash
 from ckpt.ipc.messages import Message
@@ -96,10 +96,8 @@ class Trainer:
 
     def notify(self, kind: str, fields: dict[str, Any]) -> None:
         restore = self._start.restore
-        if kind == "frames-received":
-            self._start.turned.post(lambda: restore.acknowledge_frames(self, fields["ok"], fields["bad"]))
-        else:
-            self._start.turned.post(lambda: restore.end_stream(self, fields["stream"]))
+        assert kind == "frames-received"
+        self._start.turned.post(lambda: restore.handle_received(self, fields))
 
     # -- as its agent sees it
 
@@ -275,7 +273,6 @@ class Session:
         self.holders: list[str] = []
         self.numbers: list[Any] = []
         self.network = self.transport = self
-        self.on_reject: Callable[[], None] = lambda: None
         self.nodes = {name: NodeAt(name, (), ()) for name in "bcdef"}
         self.streams = DirectStreams(cast(Any, self))
         self.streams.begin(cast(Any, self), 0)
@@ -324,7 +321,6 @@ class Session:
         for frame in frames:
             del asked.given_frames[frame]
         cast(Opened, asked.receiver).left += frames
-        self.on_reject()
 
 
 def test_a_holder_gives_a_few_streams_at_a_time_and_each_is_of_bounded_length() -> None:
@@ -338,19 +334,6 @@ def test_a_holder_gives_a_few_streams_at_a_time_and_each_is_of_bounded_length() 
         each.refuse(began)
         began += 1
     assert sorted(each.left) == list(range(count)), "each frame is given back once"
-
-
-def test_who_is_dropped_when_a_stream_is_given_back_changes_nothing_of_the_rest() -> None:
-    session, each, other = Session(), Opened(), Opened()
-    count = HOLDER_STREAMS_MAX * STREAM_FRAMES * 2
-    session.on_reject = lambda: session.streams.drop_receiver(other)
-    for who in (each, other):
-        session.want(who, "b", count)
-    session.streams.handle_disconnect("b")
-    begun = [frame for frames, _ in each.futures for frame in frames]
-    assert sorted([*each.left, *begun]) == list(range(count))
-    assert not session.waiting
-    assert not other.futures
 
 
 def test_ranks_take_turns_and_none_gets_more_streams_than_it_can_read() -> None:

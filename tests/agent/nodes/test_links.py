@@ -107,18 +107,6 @@ def test_a_job_goes_on_after_the_link_between_its_nodes_was_cut(cluster: Cluster
     cluster.finish()
 
 
-def test_a_link_that_is_cut_while_copies_are_made_costs_that_checkpoint_at_most(cluster: Cluster, links: Links) -> None:
-    cluster.start(0, 1)
-    safe = cluster.checkpoint("peer")
-    step = cluster.checkpoint("local")
-    links.of[1].cut()
-    assert cluster.job[1].lost.wait(60)
-    cluster.kill(1)
-    cluster.hang_up()
-    decision = cluster.start(0, 2)
-    assert decision.fields["candidate"]["step"] in (safe, step)
-
-
 def await_kept(cluster: Cluster, step: int, *nodes: int) -> None:
     """Until each of these has all of that step that it is to keep."""
     for node in nodes:

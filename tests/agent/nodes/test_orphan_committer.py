@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from ckpt.agent.commit.commit_turns import CommitTurns
 from ckpt.agent.node.orphan_committer import OrphanCommitter, assign_writers
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc.node_list import NodeAt
@@ -17,6 +18,7 @@ from tests.agent.node.test_agent import wait_for
 from tests.agent.nodes.cluster import Cluster, await_end, line
 from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of
 from tests.agent.nodes.test_permissions import ask
+from tests.agent.parts import bare_context
 
 __all__ = ["liar"]
 
@@ -190,13 +192,12 @@ def test_nobody_is_asked_once_the_attempt_is_over() -> None:
     )
     nodes = [NodeAt(name, (), ()) for name in "abcd"]
     attempt = SimpleNamespace(network=network, inventory=Inventory(), job=SimpleNamespace(nodes=nodes))
-    server = SimpleNamespace(call_later=lambda seconds, what: None)
-    node = SimpleNamespace(_commit_attempt=attempt, _server=server)
-    node._guard_commit_attempt = lambda attempt, what: what() if node._commit_attempt is attempt else None
-    OrphanCommitter._survey_other_nodes(cast(Any, node), cast(Any, attempt))
+    orphans = OrphanCommitter(bare_context(), cast(Any, None), CommitTurns(1.0), lambda: None)
+    orphans._attempt = cast(Any, attempt)
+    orphans._survey_other_nodes(cast(Any, attempt))
     assert len(connected) == 2, "not the coordinator, which is lost"
     connected[0]("")
-    node._commit_attempt = None
+    orphans._attempt = None
     connected[1]("")
     assert asked == ["c"]
 

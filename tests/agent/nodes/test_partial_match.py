@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.restore.partial_match import ANSWER_TIMEOUT_S, AskingForPart, find_places, match_rows
+from ckpt.agent.restore.partial_match import ANSWER_TIMEOUT_S, find_places, match_part, match_rows
+from ckpt.agent.runtime.coroutines import Task
 from ckpt.agent.snapshots.manifest_gather import FramePlaces, encode_local_parts
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart, StagedReader, assemble_checkpoint
 from ckpt.errors import AgentError, DamagedData
@@ -114,19 +115,18 @@ class Start:
 
     def __init__(self, turned: Turned, manifest: Manifest, arenas: dict[int, Arena]) -> None:
         self.turned, self.arenas, self.net = turned, arenas, Net()
-        self.heard: list[tuple[FramePlaces | None, str]] = []
         self.timers: list[tuple[float, Callable[[], None]]] = []
-        self.asking = AskingForPart(
-            cast(PeerNetwork, self.net),
-            turned.workers,
-            STEP,
-            manifest,
-            {0: [""], 1: ["b", "c"], 2: ["b"]},
-            {0: arenas[0]},
-            lambda delay_s, what: self.timers.append((delay_s, what)),
-            lambda places, error: self.heard.append((places, error)),
+        self.asking = Task(
+            match_part(
+                cast(PeerNetwork, self.net),
+                turned.workers,
+                STEP,
+                manifest,
+                {0: [""], 1: ["b", "c"], 2: ["b"]},
+                {0: arenas[0]},
+                lambda delay_s, what: self.timers.append((delay_s, what)),
+            )
         )
-        self.asking.begin()
 
     def give(self, asked: Asked) -> None:
         theirs = {rank: self.arenas[rank] for rank in asked.fields["ranks"]}
@@ -135,10 +135,8 @@ class Start:
 
     def came(self) -> set[int]:
         """The ranks whose frames are taken from memory."""
-        self.turned.until(lambda: self.heard)
-        ((places, error),) = self.heard
-        assert places is not None, error
-        return set(places.holders)
+        self.turned.until(lambda: self.asking.is_settled)
+        return set(self.asking.result().holders)
 
 
 @pytest.fixture
@@ -163,11 +161,10 @@ def test_who_refuses_is_followed_by_the_next_holder_and_what_nobody_gives_is_lef
 def test_who_says_nothing_is_not_waited_for(start: Start) -> None:
     ((delay_s, over),) = start.timers
     assert delay_s == ANSWER_TIMEOUT_S
-    start.turned.until(lambda: start.asking.pending_ranks == {1, 2})
+    start.turned.until(lambda: start.turned.done)
     over()
-    assert start.came() == {0}
     start.give(start.net.asked[0])  # too late
-    assert len(start.heard) == 1
+    assert start.came() == {0}
 
 
 def test_where_what_is_held_contradicts_the_record_nothing_is_taken_from_memory(
@@ -175,5 +172,5 @@ def test_where_what_is_held_contradicts_the_record_nothing_is_taken_from_memory(
 ) -> None:
     start = Start(turned, replace(manifest, coordinates=(*"abcd",)), arenas)
     start.give(start.net.asked[0])
-    turned.until(lambda: start.heard)
-    assert start.heard[0][0] is None
+    turned.until(lambda: start.asking.is_settled)
+    assert isinstance(start.asking.error, AgentError)

@@ -22,8 +22,9 @@ from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import SLOTS_MIN, LentMemory, ReplicationManager
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.coroutines import Promise
 from ckpt.agent.runtime.memory_plan import MemoryPlan
-from ckpt.agent.snapshots.all_shares import _Answers
+from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.candidates import find_candidates
 from ckpt.agent.snapshots.described import DescribedSnapshot, encode_described
 from ckpt.agent.snapshots.inventory import Inventory, find_sealed_snapshot, order_holders
@@ -246,14 +247,19 @@ def test_what_is_to_be_written_comes_out_of_a_message_as_it_went_in(rows: list[t
 # --- answers of several nodes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(["", "b", "c"])))
-def test_the_answers_of_all_nodes_are_waited_for_and_the_first_error_is_told(order: tuple[str, ...]) -> None:
-    heard: list[tuple[dict[str, int], str]] = []
-    answers = _Answers[int](dict.fromkeys(["", "b", "c"]), lambda found, error: heard.append((found, error)))
-    for at, name in enumerate(order):
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_answers_of_all_nodes_are_waited_for_and_the_first_error_is_told(order: tuple[int, ...]) -> None:
+    heard: list[tuple[list[Any], str]] = []
+    asked: list[Callable[..., None]] = []
+    ask = lambda slot, which, then: asked.append(then)  # noqa: E731
+    own = SimpleNamespace(world=3, hash_snapshots=ask)
+    others = [SimpleNamespace(name=name, ranks=[rank], hash_snapshots=ask) for rank, name in enumerate("bc", 1)]
+    shares = AllShares(cast(Any, own), cast(Any, others), "a")
+    shares.hash_snapshots(0, identity(5), lambda parts, error: heard.append((parts, error)))
+    for number, at in enumerate(order):
         assert not heard
-        answers.callback_for(name)(at, f"{name} failed" if at else "")
-    assert heard == [({name: at for at, name in enumerate(order)}, f"{order[1]} failed")]
+        asked[at]([at], f"{at} failed" if number else "")
+    assert heard == [([], f"{order[1]} failed")]
 
 
 # --- who keeps whose -------------------------------------------------------------------------------------------------
@@ -261,17 +267,32 @@ def test_the_answers_of_all_nodes_are_waited_for_and_the_first_error_is_told(ord
 MIB = 1 << 20
 
 
+class Service(ReplicaService):
+    """It passes each request to `ask`, with what is to hear the answer."""
+
+    def __init__(self, ask: Callable[..., None]) -> None:
+        self._ask = ask
+
+    def ask(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> Promise[list[bytes]]:
+        answer = Promise[list[bytes]]()
+        self._ask(node, fields, blobs, answer.set_outcome)
+        return answer
+
+    def end_offers(self, *_: Any) -> None:
+        pass
+
+
 def replication_manager(
     count: int,
     copies: int | None = 1,
-    option: Parity | None = None,
+    option: Parity | Replicas | None = None,
     memory_nodes: Callable[[], Sequence[LentMemory]] = tuple,
+    nodes: Sequence[NodeAt] = (),
 ) -> ReplicationManager:
-    nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
+    every = nodes or [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
     asked = option if option is not None else Replicas(copies) if copies is not None else None
-    return ReplicationManager(
-        cast(PeerNetwork, None), cast(ReplicaStore, None), cast(ReplicaService, None), nodes, asked, memory_nodes
-    )
+    network = cast(PeerNetwork, SimpleNamespace(agent_name=every[0].name))
+    return ReplicationManager(network, cast(ReplicaStore, None), cast(ReplicaService, None), every, asked, memory_nodes)
 
 
 def plans(count: int, slot_mib: int, allowed_mib: int) -> dict[str, MemoryPlan]:
@@ -342,9 +363,7 @@ def test_where_only_some_copies_fit_the_third_slot_gives_way_to_these_too() -> N
 
 def test_what_is_sent_and_received_for_each_checkpoint_is_in_the_table() -> None:
     for option, sent in ((Replicas(2), 2), (Parity(2, 2), 2), (Parity(3, 1), 1)):
-        made = (
-            replication_manager(4, option.n) if isinstance(option, Replicas) else replication_manager(4, option=option)
-        )
+        made = replication_manager(4, option=option)
         made.update_placement(sizes(4, 100), plans(4, 100, 5000))
         rows = made.placement_fields()["nodes"]
         for name in ("sends_bytes", "receives_bytes"):
@@ -382,13 +401,7 @@ def test_parity_and_what_making_it_takes_fit_beside_the_slots_and_a_third_slot_g
 def test_what_is_shown_of_a_job_of_many_nodes_fits_into_an_answer(option: Parity | Replicas, allowed: int) -> None:
     count = 200
     nodes = [NodeAt(f"{at:016x}", (), (at,)) for at in range(count)]
-    made = ReplicationManager(
-        cast(PeerNetwork, SimpleNamespace(agent_name="")),
-        cast(ReplicaStore, None),
-        cast(ReplicaService, None),
-        nodes,
-        option,
-    )
+    made = replication_manager(count, option=option, nodes=nodes)
     plan = memory_plan.MemoryPlan(3, MIB, 0, 0, allowed * MIB, "")
     made.update_placement({node.name: 40 * MIB for node in nodes}, {node.name: plan for node in nodes}, 2)
     shown = made.status_fields()
@@ -400,14 +413,7 @@ def test_what_is_shown_of_a_job_of_many_nodes_fits_into_an_answer(option: Parity
 def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: str, said: bool) -> None:
     count = len(hosts)
     nodes = [NodeAt(f"n{at}", (), (at,), (HOST_PREFIX + host,)) for at, host in enumerate(hosts)]
-    given = (
-        cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
-        cast(ReplicaStore, None),
-        cast(ReplicaService, None),
-        nodes,
-        Replicas(1),
-    )
-    made = ReplicationManager(*given)
+    made = replication_manager(len(nodes), nodes=nodes)
     made.update_placement(sizes(count, 100), plans(count, 100, 5000))
     assert made.has_holders
     assert bool(made.nodes_lost_with_host) == ("on one machine" in made.describe()) == said
@@ -424,14 +430,7 @@ def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: 
     ],
 )
 def test_what_fewer_nodes_than_were_asked_for_bear_is_said(option: Replicas | Parity, count: int, said: str) -> None:
-    nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
-    made = ReplicationManager(
-        cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
-        cast(ReplicaStore, None),
-        cast(ReplicaService, None),
-        nodes,
-        option,
-    )
+    made = replication_manager(count, option=option)
     made.update_placement(sizes(count, 100), plans(count, 100, 5000))
     assert said in made.describe()
     assert made.warnings == []
@@ -455,38 +454,10 @@ def test_domains_that_are_named_on_some_nodes_only_or_take_state_with_them_are_t
 ) -> None:
     domains = [((zone,) if zone != "_" else ()) + (f"{HOST_PREFIX}{at}",) for at, zone in enumerate(zones)]
     nodes = [NodeAt(f"n{at}", (), (at,), each) for at, each in enumerate(domains)]
-    given = (
-        cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
-        cast(ReplicaStore, None),
-        cast(ReplicaService, None),
-        nodes,
-        Replicas(1),
-    )
-    made = ReplicationManager(*given)
+    made = replication_manager(len(nodes), nodes=nodes)
     made.update_placement(sizes(4, 100), plans(4, 100, 600))  # for one copy at each node
     assert made.warnings == said
     assert all(each in made.describe() and each in made.placement_fields()["notes"] for each in said)
-
-
-@pytest.mark.parametrize(("zone", "keeps_all"), [("zone-c", True), ("zone-a", False)])
-def test_a_memory_only_node_keeps_all_unless_it_lies_in_the_domain_of_a_node_that_trains(
-    zone: str, keeps_all: bool
-) -> None:
-    nodes = [NodeAt(f"n{at}", (), (at,), (f"zone-{name}",)) for at, name in enumerate("ab")]
-    lent = LentMemory(NodeAt("stable", (), (), (zone,)), 5000 * MIB)
-    given = (
-        cast(PeerNetwork, SimpleNamespace(agent_name="n0")),
-        cast(ReplicaStore, None),
-        cast(ReplicaService, None),
-        nodes,
-        Replicas(1),
-    )
-    made = ReplicationManager(*given, lambda: [lent])
-    made.update_placement(sizes(2, 100), plans(2, 100, 5000))
-    holders = {kept.node: kept.holders for kept in made.holders_by_node}
-    assert (set(holders.values()) == {("stable",)}) is keeps_all
-    assert keeps_all or holders[""] == ("n1",), "the only one outside zone-a"
-    assert ("no memory-only node keeps all" in made.describe()) is not keeps_all
 
 
 def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
@@ -565,7 +536,7 @@ def test_who_keeps_copies_of_what_is_safe_stays_known_until_it_has_been_copied_a
     ask, quiet = lambda name, fields, blobs, then: asked.append((name, then)), lambda *given: None
     made._network = cast(PeerNetwork, SimpleNamespace(agent_name="n1", notify=quiet))
     made._replicas = cast(ReplicaStore, SimpleNamespace(check_eviction=quiet, evict_older_than=quiet))
-    made._service = cast(ReplicaService, SimpleNamespace(send_request=ask, end_offers=quiet))
+    made._service = Service(ask)
     made.update_placement(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
     made._placements_used[identity(5)] = made.placement  # as `replicate` does
@@ -586,7 +557,7 @@ def test_who_may_keep_a_part_of_a_checkpoint_stays_known_when_it_is_copied_again
     memory_nodes = [LentMemory(NodeAt("lender", (), ()), 1 << 40)]
     made = replication_manager(2, memory_nodes=lambda: memory_nodes)
     made._network = cast(PeerNetwork, SimpleNamespace(agent_name="n0"))
-    made._service = cast(ReplicaService, SimpleNamespace(send_request=lambda *given: None))
+    made._service = Service(lambda *given: None)
     if not found:
         made.update_placement(sizes(2, 100), plans(2, 100, 400))
         made.replicate(identity(5), None, lambda error: None)
@@ -608,7 +579,7 @@ def test_a_node_that_is_to_keep_more_hears_what_it_keeps_already_that_is_needed(
     told = encode_described([DescribedSnapshot(1, PAGE, bytes(PAGE), frames)])
     ask = lambda name, fields, blobs, then: then([told], "") if name == "n1" else heard.append(fields)  # noqa: E731
     made._network = cast(PeerNetwork, SimpleNamespace(agent_name="n0"))
-    made._service = cast(ReplicaService, SimpleNamespace(send_request=ask))
+    made._service = Service(ask)
     made.update_placement(sizes(2, 100), plans(2, 100, 5000))
     kept = Kept("", 1, ("n1",)), Kept("n1", 1, ("",))
     made.replicate(identity(6), identity(5), lambda error: None, None if found else kept)
@@ -624,7 +595,7 @@ def test_who_keeps_what_was_found_is_not_known_though_some_have_a_part_in_it_by_
         PeerNetwork, SimpleNamespace(agent_name="n0", transport=None, request=lambda *given: given[-1](answer, ""))
     )
     made._replicas = cast(ReplicaStore, SimpleNamespace(inventory=Inventory))
-    made._service = cast(ReplicaService, SimpleNamespace(send_request=lambda *given: None))
+    made._service = Service(lambda *given: None)
     made.update_placement(sizes(2, 100), plans(2, 100, 5000))
     made.replicate(identity(5), None, lambda error: None)
     assert not made.depends_on("lender", identity(5))

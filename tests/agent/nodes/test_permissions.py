@@ -54,7 +54,7 @@ def test_a_start_that_no_rank_here_waits_for_is_not_believed_and_the_job_goes_on
 ) -> None:
     hostile = liar()
     for rank in range(2):
-        fields = {"t": "start", "launch": "another", "url": at_work.url, "take_over": True}
+        fields = {"t": "survey", "launch": "another", "url": at_work.url, "take_over": True}
         assert "no rank of this node waits" in ask(hostile, node_of(at_work, rank), fields)[1]
     assert at_work.checkpoint("peer")
 
@@ -63,11 +63,11 @@ def test_only_who_leads_a_start_or_a_job_has_snapshots_given_out(at_work: Cluste
     hostile, node = liar(), node_of(at_work, 1)
     epoch = at_work.job[0].epoch
     which = f"{epoch}-{at_work.job[0].step:012d}.0000"
-    for kind in ("publish-snapshots", "publish-parity", "rebuild", "write-frames"):
+    for kind in ("publish", "rebuild", "write-frames"):
         error = ask(hostile, node, {"t": kind, "identity": which, "ranks": [1], "rank": 1, "reader": ""})[1]
         assert "coordinates nothing" in error
     hostile.say(node, {"t": "start-outcome", "epoch": OTHER}, [])
-    hostile.say(node, {"t": "withdraw-published", "identity": which, "reader": "start"}, [])
+    hostile.say(node, {"t": "withdraw", "identity": which, "reader": "start"}, [])
     assert at_work.checkpoint("peer")
 
 
@@ -162,7 +162,7 @@ def test_a_memory_only_node_hears_nobody_else_until_the_outcome_of_a_start_and_t
     step = cluster.checkpoint("peer")
     starting, name = liar("starting"), cluster.status(0)["lenders"][0]["name"]
     node = NodeAt(name, tuple(Address.parse(text) for text in told["listen"]), ())
-    assert ask(starting, node, {"t": "start", "launch": "test", "url": cluster.url, "take_over": False})[1] == ""
+    assert ask(starting, node, {"t": "survey", "launch": "test", "url": cluster.url, "take_over": False})[1] == ""
     later = cluster.checkpoint("local")
     assert later > step
     cluster.await_event("replication.failed")

@@ -145,47 +145,32 @@ def test_copies_keep_to_their_bandwidth_on_every_node_and_what_a_start_waits_for
     assert [cluster.status(node)["peer_bandwidth"] for node in (3, 0, 2)] == [PEER_BANDWIDTH_MIN] * 3
 
 
-AGAIN = [((0, 0, 1, 1), (0, 0, 1, 1)), ((0, 0, 1, 1), (0, 1)), ((0, 1), (0, 0, 1)), ((0, 1, 2), (2, 0, 1, 1))]
-
-
-@pytest.mark.parametrize(("before", "after"), AGAIN)
-def test_a_restart_on_the_same_nodes_comes_from_memory_on_any_number_of_ranks(
-    before: tuple[int, ...], after: tuple[int, ...], cluster: Cluster, url: str
-) -> None:
-    cluster.start(*before)
-    step = cluster.checkpoint("peer")
-    cluster.hang_up()
-    decision = cluster.start(*after)
-    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
-    assert decision.fields["candidate"]["level"] == "peer"
-    assert set(cluster.fetched()) <= {"local", "peer"}
-    assert cluster.checkpoint("peer", "store") > step
-    cluster.finish()
-    assert line(url)
-
-
-LOST = [
-    ((0, 0, 1, 1), 1, (0, 0)),  # fewer nodes: the one that is left, alone
-    ((0, 0, 1, 1), 0, (1, 2)),  # others: the coordinator's is gone, a new one comes
-    ((0, 1, 2), 1, (0, 2, 2)),
-    ((0, 1, 2), 0, (3, 1, 2, 4)),  # more, and the coordinator is one that knows nothing
-    ((0, 1, 2, 3), 3, (2, 1, 0)),
+RESTARTS = [
+    ((0, 0, 1, 1), (), (0, 0, 1, 1)),  # none is lost
+    ((0, 0, 1, 1), (), (0, 1)),
+    ((0, 1), (), (0, 0, 1)),
+    ((0, 1, 2), (), (2, 0, 1, 1)),
+    ((0, 0, 1, 1), (1,), (0, 0)),  # fewer nodes: the one that is left, alone
+    ((0, 0, 1, 1), (0,), (1, 2)),  # others: the coordinator's is gone, a new one comes
+    ((0, 1, 2), (1,), (0, 2, 2)),
+    ((0, 1, 2), (0,), (3, 1, 2, 4)),  # more, and the coordinator is one that knows nothing
+    ((0, 1, 2, 3), (3,), (2, 1, 0)),
 ]
 
 
-@pytest.mark.parametrize(("before", "gone", "after"), LOST)
-def test_what_was_lost_with_a_node_comes_back_from_the_memory_of_others_onto_whatever_nodes_there_are(
-    before: tuple[int, ...], gone: int, after: tuple[int, ...], cluster: Cluster
+@pytest.mark.parametrize(("before", "gone", "after"), RESTARTS)
+def test_a_restart_comes_from_memory_on_whatever_nodes_and_any_number_of_ranks(
+    before: tuple[int, ...], gone: tuple[int, ...], after: tuple[int, ...], cluster: Cluster
 ) -> None:
     cluster.start(*before)
     step = cluster.checkpoint("peer")
-    cluster.kill(gone)
+    cluster.kill(*gone)
     cluster.hang_up()
-    decision = cluster.start(*after)
-    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    candidate = cluster.start(*after).fields["candidate"]
+    assert candidate["step"] == step == cluster.job[0].step
+    assert candidate["level"] == ("local" if len(set(after)) == 1 else "peer")
     assert set(cluster.fetched()) <= {"local", "peer"}
-    later = cluster.checkpoint("peer" if len(set(after)) > 1 else "local", "store")
-    assert later > step
+    assert cluster.checkpoint("peer" if len(set(after)) > 1 else "local", "store") > step
     cluster.finish()
 
 

@@ -7,11 +7,13 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgpack
 import pytest
 
-from ckpt.agent.node.previous_nodes import nodes_from_claims, survey_previous_nodes
+from ckpt.agent.node.start_survey import StartSurvey, nodes_from_claims
 from ckpt.agent.node.startup_state import Start
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc import secret
@@ -21,6 +23,7 @@ from ckpt.store.run import RunView
 from ckpt.types import Epoch, Identity, Version
 from tests.agent.nodes.cluster import COPIED, Cluster
 from tests.agent.nodes.staged import Net
+from tests.agent.parts import bare_context
 
 
 def newer_in_memory(cluster: Cluster, *spread: int) -> tuple[int, int]:
@@ -82,6 +85,14 @@ def test_agents_of_the_newest_starts_with_this_secret_are_asked_each_once_where_
     assert nodes_from_claims(view, "none", set()) == []
 
 
+def survey_previous(start: Start, net: object, timers: list[Callable[[], None]]) -> None:
+    server = SimpleNamespace(call_later=lambda seconds, what: timers.append(what))
+    context = bare_context(network=net, server=server)
+    context.jobs.start = start
+    start.nodes = (NodeAt("me", (), (0,)),)
+    StartSurvey(context, cast(Any, None), cast(Any, None)).survey_previous_nodes(start)
+
+
 @pytest.mark.parametrize("newest", [True, False])
 def test_nobody_is_asked_where_the_nodes_that_take_part_hold_the_newest_epoch(newest: bool) -> None:
     asked: list[str] = []
@@ -93,13 +104,13 @@ def test_nobody_is_asked_where_the_nodes_that_take_part_hold_the_newest_epoch(ne
             asked.append(node.name)
 
     start = Start(None, 1, "l", 1, False)  # type: ignore[arg-type]
-    start.run_view = RunView((claim(1, "r", "a"), claim(2, "r", "b")), frozenset(), (), {}, frozenset(), {})
+    start.survey.run_view = RunView((claim(1, "r", "a"), claim(2, "r", "b")), frozenset(), (), {}, frozenset(), {})
     held = Identity(at(2 if newest else 1), Version(5))
-    start.inventory.world_sizes[held] = 1
-    start.inventory.holders[held, 0] = [""]
-    survey_previous_nodes(Net(), start, lambda what: what(), lambda seconds, what: None)  # type: ignore[arg-type]
+    start.survey.inventory.world_sizes[held] = 1
+    start.survey.inventory.holders[held, 0] = [""]
+    survey_previous(start, Net(), [])
     assert asked == ([] if newest else ["b", "a"])
-    assert start.pending_nodes == set(asked)
+    assert start.survey.pending_nodes == set(asked)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -114,19 +125,19 @@ def test_who_was_asked_hears_the_outcome_also_where_the_answer_came_too_late(is_
 
     net = Asking(agent_name="me")
     start = Start(None, 1, "l", 1, False)  # type: ignore[arg-type]
-    start.run_view = RunView((claim(2, "r", "a"),), frozenset(), (), {}, frozenset(), {})
+    start.survey.run_view = RunView((claim(2, "r", "a"),), frozenset(), (), {}, frozenset(), {})
     timers: list[Callable[[], None]] = []
-    survey_previous_nodes(net, start, lambda what: what(), lambda seconds, what: timers.append(what))  # type: ignore[arg-type]
+    survey_previous(start, net, timers)
     connected[0]("")
     if is_late:
         timers[0]()
     theirs = Inventory()
     theirs.add_epoch(None, at(2), 5)
     net.asked[0].answer({}, [msgpack.packb(theirs.fields())])
-    assert [node.name for node in start.previous_nodes] == ["a"], (
+    assert [node.name for node in start.survey.previous_nodes] == ["a"], (
         "or it would do nothing for as long as this agent lives"
     )
-    assert start.inventory.steps == ({} if is_late else {at(2): 5})
+    assert start.survey.inventory.steps == ({} if is_late else {at(2): 5})
 
 
 def test_who_knows_another_secret_learns_nothing_and_starts_from_the_store(cluster: Cluster) -> None:

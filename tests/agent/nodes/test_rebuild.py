@@ -285,7 +285,7 @@ def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_i
     assert fleet.protect(STEP) == ""
     heard: list[str] = []
     for name in FOUR:
-        for fields in ({"t": "publish-parity"}, {"t": "publish-snapshots", "ranks": fleet.ranks[name]}):
+        for fields in ({"t": "publish", "ranks": None}, {"t": "publish", "ranks": fleet.ranks[name]}):
             asked = {**fields, "identity": str(STEP), "reader": "gone"}
             fleet.parities[name].serve_request(asked, [], lambda blobs, error: heard.append(error))
     fleet.turned.until(lambda: len(heard) == 2 * len(FOUR))
@@ -302,7 +302,7 @@ def test_parity_that_another_takes_the_place_of_is_offered_no_more(make: Make) -
     assert fleet.protect(STEP) == ""
     heard: list[str] = []
     for name in FOUR:
-        asked = {"t": "publish-parity", "identity": str(STEP), "reader": "reader"}
+        asked = {"t": "publish", "ranks": None, "identity": str(STEP), "reader": "reader"}
         fleet.parities[name].serve_request(asked, [], lambda blobs, error: heard.append(error))
     fleet.turned.until(lambda: len(heard) == len(FOUR))
     lent = {name: set(link.offers) for name, link in fleet.links.items()}
@@ -394,7 +394,7 @@ def test_what_is_damaged_is_done_without_once_though_several_lost_ranks_come_upo
     fleet.check(STEP, made)
 
 
-def test_whenever_it_is_given_up_that_is_heard_once_and_nothing_stays_to_be_read(make: Make) -> None:
+def test_whenever_it_is_given_up_nothing_stays_to_be_read(make: Make) -> None:
     """After each of the messages that a rebuilding takes."""
     fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
     assert fleet.protect(STEP) == ""
@@ -408,18 +408,17 @@ def test_whenever_it_is_given_up_that_is_heard_once_and_nothing_stays_to_be_read
     turned.workers.run = run  # type: ignore[method-assign]
     seen = set()
     for moment in itertools.count():
-        heard: list[tuple[dict[int, str], str]] = []
-        rebuilding = fleet.begin_rebuild(STEP, [0, 1], lambda *found, heard=heard: heard.append(found))
+        rebuilding, running = fleet.begin_rebuild(STEP, [0, 1])
         left = itertools.count(moment, -1)
-        turned.until(lambda left=left, heard=heard: heard or not next(left))
-        by_itself = bool(heard)
-        rebuilding.give_up("it takes too long")
-        ((made, error),) = heard
-        assert by_itself == (error == "")
+        turned.until(lambda left=left, running=running: running.is_settled or not next(left))
+        by_itself = running.is_settled
+        running.cancel()
+        assert running.is_settled
+        assert by_itself == (running.error is None)
+        made = dict(rebuilding.node_by_rank)
         seen.add(len(made))
-        as_heard = dict(made)
         turned.until(lambda: not work[0] and turned.is_idle)
-        assert heard == [(as_heard, error)]
+        assert rebuilding.node_by_rank == made
         assert not any(link.offers for name, link in fleet.links.items() if name != "a")
         fleet.check(STEP, made)
         for copies in fleet.copies.values():
@@ -447,7 +446,7 @@ def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
     assert fleet.rebuild(STEP)[1] == ""
     expected = (CkptError, LookupError, TypeError, ValueError, OverflowError, AttributeError)
     count = 0
-    for kind in ("replicate", "publish-parity", "rebuild"):
+    for kind in ("replicate", "publish", "rebuild"):
         name, fields, blobs = next(each for each in asked if each[1]["t"] == kind and each[0] != "c")
         plan = msgpack.unpackb(blobs[0]) if blobs else None
         variants = [(each, blobs) for each in spoiled(fields) if each.get("t") == kind]

@@ -89,7 +89,7 @@ def test_where_there_is_memory_nobody_waits(fleet: Fleet) -> None:
 def test_parity_takes_no_memory_that_what_is_being_made_again_will_take(fleet: Fleet) -> None:
     fleet.gone, size, filled = set(), 1 << 20, 1 << 10
     for each in fleet.parities.values():
-        each._rebuild_queue.enqueue(RebuildWork(size, 0, False, "", lambda: filled, lambda: None, pytest.fail))
+        assert each._rebuild_queue.enqueue(RebuildWork(size, 0, False, "", lambda: filled)).is_settled
     parity = max(sum(name.stripe.length for name in copies.chunks_by_name) for copies in fleet.copies.values())
     room = parity + size - filled + SCRATCH_BYTES
     fleet.free_bytes = lambda name: room - 1
@@ -101,13 +101,12 @@ def test_parity_takes_no_memory_that_what_is_being_made_again_will_take(fleet: F
 def test_who_waits_for_it_no_more_has_nothing_made_any_more(fleet: Fleet) -> None:
     bound(fleet, LOST + 0.5)
     watched = Watched(fleet)
-    heard: list[tuple[dict[int, str], str]] = []
-    rebuilding = fleet.begin_rebuild(STEP, None, lambda *found: heard.append(found))
+    _, rebuilding = fleet.begin_rebuild(STEP)
     fleet.turned.until(
         lambda: sum(len(each._rebuild_queue._queued_work) for each in fleet.parities.values()) == LOST - 3
     )
-    rebuilding.give_up("it takes too long")
-    assert heard
+    rebuilding.cancel()
+    assert rebuilding.is_settled
     fleet.turned.until(lambda: not watched.left and fleet.turned.is_idle)
     assert watched.begun == 3, "one at each node"
 
@@ -142,9 +141,10 @@ class Maker:
             assert not self.under_way or "nobody" in why, "it could have waited"
             self.ended[number] = why
 
-        filled = lambda: self.under_way[number]  # noqa: E731
-        self.works[number] = RebuildWork(size, leave, urgent, str(number % 3), filled, begin, refuse)
-        self.making.enqueue(self.works[number])
+        work = RebuildWork(size, leave, urgent, str(number % 3), lambda: self.under_way[number])
+        self.works[number] = work
+        work.turn.when_settled(lambda: refuse(str(work.turn.error)) if work.turn.error else begin())
+        self.making.enqueue(work)
 
     def end(self, number: int, succeeds: bool) -> None:
         del self.under_way[number]

@@ -3,7 +3,6 @@ newest that is safe never gives way to one that is not."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,13 +13,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ckpt.agent.job.job_executor import JobExecutor
-from ckpt.agent.net.progress import Progress
+from ckpt.agent.job.job_commit import JobCommits
 from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.node_memory import NodeMemory
-from ckpt.agent.node.peer_handlers import PeerHandlers
+from ckpt.agent.node.snapshot_handlers import SnapshotHandlers
 from ckpt.agent.replication.replica_store import ReplicaStore
+from ckpt.agent.runtime.coroutines import Task, start
 from ckpt.agent.runtime.memory_plan import MemoryUse
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.described import (
@@ -43,6 +42,7 @@ from ckpt.placement.rebuild import StagedRun, Striped
 from ckpt.store.packs import Written
 from ckpt.types import Epoch, Identity, Version
 from tests.agent.nodes.staged import Turned, close_arenas, identity, staged
+from tests.agent.parts import bare_context
 
 HASHES_AT = 2048  # in an arena's header page, where it is said what they are
 
@@ -105,20 +105,24 @@ class Held:
         """What is heard of it."""
         arenas = self.originals.setdefault(which, {}) or staged(which, 2)
         self.originals[which] = arenas
-        told: list[tuple[list[DescribedSnapshot], str]] = []
         link = cast(Transport, self.transport)
-        self.giver.publish(link, which, arenas, lambda found, error: told.append((found, error)))
-        self.turned.until(lambda: told)
-        assert not told[0][1]
+        published = Task(self.giver.offers.publish(link, which, arenas))
+        self.turned.until(lambda: published.is_settled)
         self.transport.broken = {f"copy/{which}/{rank}" for rank in broken}
-        heard: list[str] = []
-        wanted = decode_described(encode_described(told[0][0]))
+        wanted = decode_described(encode_described(published.result()))
         self.keeper.evict_superseded(which, safe, [each.arena_bytes for each in wanted])
-        self.keeper.fetch_replicas(link, which, "a", [], wanted, heard.append)
+        heard = self.fetch(which, wanted)
         self.turned.until(lambda: heard)
-        self.giver.withdraw(which)
+        self.giver.offers.withdraw(which)
         assert not self.transport.offers
         return heard[0]
+
+    def fetch(self, which: Identity, wanted: Sequence[DescribedSnapshot], source: str = "a") -> list[str]:
+        """What is heard of it: nothing yet, "" or the error."""
+        heard: list[str] = []
+        link = cast(Transport, self.transport)
+        start(self.keeper.fetch_replicas(link, which, source, [], wanted), lambda _, error: heard.append(error))
+        return heard
 
     def kept(self) -> set[tuple[int, int]]:
         """Step and rank of what the keeper has."""
@@ -169,8 +173,7 @@ def test_what_is_on_its_way_from_an_agent_that_is_gone_is_given_up_at_once(held:
     told = describe_snapshots(which, held.originals[which])
     held.keeper.evict(which.__eq__)
     held.transport.stuck = {f"copy/{which}/1"}
-    link, heard = cast(Transport, held.transport), list[str]()
-    held.keeper.fetch_replicas(link, which, "a", [], told[1:], heard.append)
+    heard = held.fetch(which, told[1:])
     held.keeper.handle_disconnect("b")
     assert not heard
     held.keeper.handle_disconnect("a")
@@ -216,15 +219,12 @@ def test_what_attempts_under_several_placements_have_left_goes_for_the_next_once
 @pytest.mark.parametrize("how", ["a newer start has a whole checkpoint", "a newer one is safe", "the job is over"])
 def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed: bool, held: Held) -> None:
     """Nobody would let go of it any more: the agent would stay for its sake. `landed`: all of it was there by then."""
-    which, link = identity(5), cast(Transport, held.transport)
+    which = identity(5)
     arenas = held.originals[which] = staged(which, 2)
-    told = describe_snapshots(which, arenas)
-    ready: list[str] = []
-    held.giver.publish(link, which, arenas, lambda found, error: ready.append(error))
-    held.turned.until(lambda: ready)
+    published = Task(held.giver.offers.publish(cast(Transport, held.transport), which, arenas))
+    held.turned.until(lambda: published.is_settled)
     held.transport.stuck = set() if landed else {f"copy/{which}/{rank}" for rank in arenas}
-    heard = list[str]()
-    held.keeper.fetch_replicas(link, which, "a", [], told, heard.append)
+    heard = held.fetch(which, published.result())
     match how:
         case "a newer start has a whole checkpoint":
             held.keeper.evict_epochs_before(replace(which.epoch, number=which.epoch.number + 1))
@@ -237,7 +237,7 @@ def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed
     assert held.kept() == set()
     held.transport.stuck.clear()
     assert held.copy(which) == "" or how == "a newer start has a whole checkpoint", "if it is wanted again, it may come"
-    held.giver.withdraw(which)
+    held.giver.offers.withdraw(which)
 
 
 def test_parity_takes_its_memory_where_it_is_made_and_gives_it_back_on_a_thread() -> None:
@@ -286,22 +286,20 @@ def test_who_asks_again_for_what_is_on_its_way_hears_when_it_is_there_or_that_it
     comes: bool, held: Held
 ) -> None:
     """A coordinator's agent that was started again does not know what the one before it has asked for."""
-    which, link = identity(1), cast(Transport, held.transport)
+    which = identity(1)
     arenas = held.originals[which] = staged(which, 1)
     wanted = describe_snapshots(which, arenas)
     held.transport.stuck = {f"copy/{which}/0"}
-    heard: list[tuple[str, str]] = []
-    held.keeper.fetch_replicas(link, which, "a", [], wanted, lambda error: heard.append(("first", error)))
-    held.keeper.fetch_replicas(link, which, "b", [], wanted, lambda error: heard.append(("again", error)))
-    ((fetch, _),), (arena,) = held.keeper._fetches.values(), held.keeper._incoming.values()
+    first, again = held.fetch(which, wanted, "a"), held.fetch(which, wanted, "b")
+    (coming,) = held.keeper._incoming.values()
     if comes:
-        arena.view[PAGE : arena.size_bytes] = arenas[0].view[PAGE : arena.size_bytes]
-        fetch.completion.set_result(None)
+        coming.arena.view[PAGE : arenas[0].size_bytes] = arenas[0].view[PAGE : arenas[0].size_bytes]
+        assert coming.fetch is not None
+        coming.fetch.completion.set_result(None)
     else:
         held.keeper.handle_disconnect("a")
-    held.turned.until(lambda: len(heard) == 2)
-    assert [who for who, _ in heard] == ["first", "again"]
-    assert [error == "" for _, error in heard] == [comes, comes]
+    held.turned.until(lambda: again)
+    assert [error == "" for error in (*first, *again)] == [comes, comes]
     assert held.kept() == ({(1, 0)} if comes else set())
 
 
@@ -369,12 +367,12 @@ def test_what_is_still_to_come_counts_though_no_page_of_it_is_taken_yet(held: He
     one = held.keeper.bytes
     held.keeper.set_limit(lambda: held.keeper.allocated_bytes + one + one // 2)
     held.transport.stuck = {f"copy/{identity(10)}/{rank}" for rank in (0, 1)}
-    arenas, heard = held.originals.setdefault(identity(10), staged(identity(10), 2)), list[str]()
-    wanted = decode_described(encode_described(describe_snapshots(identity(10), arenas)))
-    held.keeper.fetch_replicas(cast(Transport, held.transport), identity(10), "a", [], wanted, heard.append)
+    arenas = held.originals.setdefault(identity(10), staged(identity(10), 2))
+    heard = held.fetch(identity(10), decode_described(encode_described(describe_snapshots(identity(10), arenas))))
     assert held.keeper.allocated_bytes < held.keeper.bytes == 2 * one
-    keeper = SimpleNamespace(replicas=held.keeper, _jobs=tuple, followed_jobs=())
-    taken = NodeMemory._memory_use(cast(NodeMemory, keeper), identity(10).epoch)
+    memory = NodeMemory(bare_context())
+    memory.replicas = held.keeper
+    taken = memory.memory_use(identity(10).epoch)
     assert taken == MemoryUse(0, held.keeper.allocated_bytes), "who places copies counts it once: it is in what is free"
     assert "are not left" in held.copy(identity(15), safe=identity(5))
     held.keeper.handle_disconnect("a")
@@ -423,29 +421,19 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     store, heard = SimpleNamespace(write_packs=write), list[object]()
     services = SimpleNamespace(replicas=held.keeper, store=store, network=lambda: None)
     if coordinates:
-        run = lambda lane, work, then: held.turned.workers.run(lane, work, then)  # noqa: E731
-        ranks = SimpleNamespace(remote_shares={})
-        carrier = SimpleNamespace(ranks=ranks, _services=services, _run=run)
-        carrier._write_own_part = functools.partial(JobExecutor._write_own_part, cast(Any, carrier))
-        cancel, then = threading.Event(), lambda *found: heard.append(found)
-        JobExecutor._request_part_write(cast(Any, carrier), {}, "", wanted, cancel, then)
+        context = cast(Any, SimpleNamespace(services=services, run=held.turned.workers.run))
+        checkpoint, then = cast(Any, SimpleNamespace(arenas={})), lambda *found: heard.append(found)
+        JobCommits(context, *cast(Any, (None, None)))._write_part(checkpoint, "", wanted, threading.Event(), then)
     else:
         arenas = lambda identity, ranks: {rank: held.keeper.arenas_of(identity)[rank] for rank in ranks}  # noqa: E731
-        writes = Progress()
-        server = SimpleNamespace(call_later=lambda delay_s, what: None)
-        others = SimpleNamespace(
-            replicas=held.keeper,
-            _store=store,
-            _workers=held.turned.workers,
-            _require_arenas=arenas,
-            _write_progress=writes,
-            _server=server,
-        )
-        others._pending_writes = []
+        memory = SimpleNamespace(replicas=held.keeper, require_arenas=arenas)
+        context = bare_context(store=store, workers=held.turned.workers)
+        handlers = SnapshotHandlers(context, cast(Any, memory), cast(Any, None))
+        writes = handlers._write_progress
         say = lambda *told: heard.append(told)  # noqa: E731
         channel = SimpleNamespace(peer="c", refuse=say, reply=say)
         fields = {"t": "write-frames", "id": 1, "identity": str(which), "codec": "raw", "bandwidth": None}
-        PeerHandlers._write_commit_part(cast(Any, others), cast(Any, channel), Message(fields, [], [wanted.encode()]))
+        handlers._write_frames(cast(Any, channel), Message(fields, [], [wanted.encode()]))
     for step in (10, 15, 20):
         assert held.copy(identity(step)) == ""
         held.keeper.evict_older_than(identity(step))
@@ -479,8 +467,7 @@ def test_what_holds_something_else_than_it_should_is_not_kept(until: int, held: 
         ]
         for rank in range(2):
             held.transport.offers[f"copy/{which}/{rank}"] = mine[rank].view, found[rank].frames
-        heard: list[str] = []
-        held.keeper.fetch_replicas(cast(Transport, held.transport), which, "a", [], lied, heard.append)
+        heard = held.fetch(which, lied)
         held.turned.until(lambda: heard)
         assert "something else" in heard[0]
         assert not held.keeper.arenas_by_key

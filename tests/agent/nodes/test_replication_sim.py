@@ -28,8 +28,9 @@ from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.inventory_lease import InventoryLease
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.replicate import Assignment, Replication
-from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated
+from ckpt.agent.replication.replicate import Assignment, replicate
+from ckpt.agent.replication.survey import find_replicated
+from ckpt.agent.runtime.coroutines import spawn
 from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.agent.snapshots.described import DescribedSnapshot
 from ckpt.agent.snapshots.inventory import Inventory, Key
@@ -109,7 +110,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.agent.replication.replica_store.Arena", Cell)
     monkeypatch.setattr("ckpt.agent.replication.replica_store.created_bytes", lambda size: size)
     monkeypatch.setattr("ckpt.agent.replication.replica_store.find_sealed_snapshot", sealed)
-    monkeypatch.setattr("ckpt.agent.replication.replica_store.describe_snapshots", described)
+    monkeypatch.setattr("ckpt.agent.replication.replica_offers.describe_snapshots", described)
     monkeypatch.setattr("ckpt.agent.snapshots.inventory.find_sealed_snapshot", sealed)
 
 
@@ -253,11 +254,11 @@ class Holder:
 
     def told(self, by: str, fields: dict[str, Any]) -> None:
         try:
-            if fields["t"] == "withdraw-published":
+            if fields["t"] == "withdraw":
                 self.service.withdraw(Identity.parse(fields["identity"]), fields["reader"])
-            elif fields["t"] == "replicated":
+            elif fields["what"] == "older":
                 self.copies.evict_older_than(Identity.parse(fields["identity"]))
-            elif fields["t"] == "drop-older-epochs":
+            elif fields["what"] == "older-epochs":
                 self.forget(Epoch.parse(fields["epoch"]))
         except AgentError:
             self._sim.refused += 1
@@ -354,9 +355,9 @@ class Job:
                 return False
             self.safe = identity
             self.sim.safe(identity, placement, self.emptied)
-            lead.told(lead.agent_name, {"t": "drop-older-epochs", "epoch": str(self.epoch)})
+            lead.told(lead.agent_name, {"t": "evict", "what": "older-epochs", "epoch": str(self.epoch)})
             for name in self.names[1:]:
-                lead.notify(name, {"t": "drop-older-epochs", "epoch": str(self.epoch)})
+                lead.notify(name, {"t": "evict", "what": "older-epochs", "epoch": str(self.epoch)})
             if self.sim.random.random() < 0.1:
                 self.placement = self.placed(placement)
             return True
@@ -366,9 +367,10 @@ class Job:
 
         def begin(known: Identity | None) -> None:
             self.safe = max(filter(None, (known, self.safe)), default=None)
-            Replication(network, lead.copies, lead.service, self.at, identity, wanted, then, known).begin()
+            spawn(replicate(network, lead.copies, lead.service, self.at, identity, wanted, then, known))
 
-        def found(safe: SafeCheckpoint | None) -> None:
+        async def find() -> None:
+            safe = await find_replicated(network, self.at, lead.inventory(), self.epoch, needs)
             if safe is None:
                 then("it is not known what is safe")
                 return
@@ -379,7 +381,7 @@ class Job:
             self.unsure = True
             losses = {rank: kept.losses_max for kept in placement.protected_states for rank in self.ranks[kept.node]}
             needs = [losses[rank] for rank in range(self.world)]
-            find_replicated(network, self.at, lead.inventory(), self.epoch, needs, found)
+            spawn(find())
         else:
             begin(self.safe)
 

@@ -97,7 +97,7 @@ class Made:
         return sorted(asked.name for asked in found)
 
     def give(self) -> None:
-        self.each("publish-snapshots", lambda asked: asked.answer({}, [self.sent]))
+        self.each("publish", lambda asked: asked.answer({}, [self.sent]))
 
     def keep(self) -> list[str]:
         """All copies come."""
@@ -123,7 +123,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Made]]:
             arena.close()
 
 
-@pytest.mark.parametrize("at", ["publish-snapshots", "replicate"])
+@pytest.mark.parametrize("at", ["publish", "replicate"])
 def test_who_does_not_give_what_he_has_is_followed_by_who_has_it_too_and_then_gets_it_himself(
     at: str, made: Callable[..., Made]
 ) -> None:
@@ -149,7 +149,7 @@ def test_the_only_one_who_has_it_is_asked_again(made: Callable[..., Made]) -> No
     job = made("c")
     for _ in range(3):
         assert job.tend() == ["c"]
-        job.each("publish-snapshots", Asked.refuse)
+        job.each("publish", Asked.refuse)
     assert job.tend() == ["c"]
     job.give()
     assert len(job.keep()) == 1
@@ -234,7 +234,7 @@ def test_what_only_parity_has_is_rebuilt_first_and_again_where_that_fails(made: 
     job.holders = {"c"}
     job.tend(2)
     assert not job.rebuilding
-    assert [asked.name for asked in job.left("publish-snapshots")] == ["c"]
+    assert [asked.name for asked in job.left("publish")] == ["c"]
 
 
 def test_what_an_agent_has_said_that_is_gone_meanwhile_counts_no_more(made: Callable[..., Made]) -> None:
@@ -242,7 +242,7 @@ def test_what_an_agent_has_said_that_is_gone_meanwhile_counts_no_more(made: Call
     job.begin(2)
     job.job.survey_again()
     job.survey()
-    assert (job.left("publish-snapshots"), job.job.is_due) == ([], True)
+    assert (job.left("publish"), job.job.is_due) == ([], True)
     job.holders = {"b"}
     assert job.tend(2) == ["b"]
 
@@ -280,7 +280,7 @@ def test_once_the_job_has_something_as_safe_nothing_is_found_any_more(made: Call
     job.begin()
     job.job.end()
     job.survey()
-    assert (job.left("publish-snapshots"), job.job.is_due) == ([], False)
+    assert (job.left("publish"), job.job.is_due) == ([], False)
 
 
 def limit(cluster: Cluster, peer_bandwidth: int | None) -> None:

@@ -8,21 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.job.follower_job import FollowerJob
-from ckpt.agent.job.job_commit import JobCommits
-from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.node.node_memory import NodeMemory
-from ckpt.agent.node.peer_handlers import PeerHandlers
-from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.agent.runtime.memory_plan import make_plan
-from ckpt.agent.snapshots.all_shares import AllShares
-from ckpt.agent.snapshots.remote_share import RemoteShare
-from ckpt.agent.state.retention_rule import NewestStart
-from ckpt.ipc.messages import Message
-from ckpt.types import Epoch
 from tests.agent.nodes.cluster import Cluster
-from tests.agent.nodes.staged import EPOCH, Net, close_arenas, identity, staged
-from tests.agent.nodes.test_clocks import NODES, Quiet
+from tests.agent.nodes.staged import EPOCH
+from tests.agent.parts import bare_context
 
 
 def slots_of(status: dict[str, Any]) -> int:
@@ -97,55 +87,17 @@ def test_nodes_that_are_started_again_keep_each_others_copies_again_once_what_wa
         cluster.checkpoint("peer")
 
 
-class Node(PeerHandlers):
-    """Which follows a job of an earlier start, and one that has begun after it."""
-
-    def __init__(self, former: FollowerJob) -> None:
-        newer = Epoch(EPOCH.number + 1, "0" * 16)
-        cramped = SimpleNamespace(epoch=newer, local_share=SimpleNamespace(is_memory_short=True), pending_commit=None)
-        self.former_jobs = []
-        self.current_job = None
-        self.followed_jobs = cast(Any, [former, cramped])
-        self.begun = NewestStart(newer, identity(9))
-        self.replicas = cast(Any, SimpleNamespace(is_offered=lambda which: False))
-        self._pending_writes, self._last_replan_s = [], 0.0
-
-    def _retention_rule(self) -> NewestStart | None:
-        return self.begun
-
-
-def test_a_node_keeps_its_part_of_what_its_coordinator_commits_though_that_has_not_asked_for_it_yet() -> None:
-    """The store answers slowly, and a start has gone on from something newer meanwhile."""
-    net, server, nothing = cast(PeerNetwork, Net("b")), cast(EventLoop, Quiet()), cast(Any, None)
-    workers = cast(Any, SimpleNamespace(close_arenas=close_arenas))
-    former = FollowerJob(EPOCH, 2, NODES, net, server, workers, nothing, nothing, lambda which: {})
-    node = Node(former)
-    nodes = AllShares(cast(Any, SimpleNamespace(world=2)), [RemoteShare(net, "b", EPOCH, 2, (1,))], "a")
-    leading = cast(Any, SimpleNamespace(ranks=nodes))
-    for now_s, committed, left in ((100.0, identity(5), 1), (200.0, identity(4), 0)):
-        former.local_share.close_arenas(0)
-        former.local_share.arenas = {0: staged(identity(5), 1)}
-        JobCommits._announce_commit(leading, committed)
-        former.on_coordinator_message(nothing, Message(cast(Net, net).told[-1][1], [], []))
-        assert not former.is_idle
-        node._replan_cramped_job(now_s)
-        assert len(former.local_share.arenas) == left
-    former.on_coordinator_lost()
-    assert former.is_idle
-    former.drop()
-
-
 def test_copies_leave_a_users_limit_to_a_slot_that_is_not_in_use_any_more_until_it_has_gone() -> None:
     """It still holds what is being committed, say, when copies may have its room."""
     slot, share = 100 << 20, SimpleNamespace(limited_plan=None, arenas={0: {}, 1: {}})
     job = SimpleNamespace(epoch=EPOCH, local_share=share)
-    copies = SimpleNamespace(allocated_bytes=0, bytes=0, bytes_of=lambda epoch: 0)
-    workers = SimpleNamespace(free_bytes=lambda: 1 << 50)
-    keeper = cast(NodeMemory, SimpleNamespace(replicas=copies, _jobs=lambda: [job], followed_jobs=[], _workers=workers))
+    context = bare_context(workers=SimpleNamespace(free_bytes=lambda: 1 << 50))
+    context.jobs.current = cast(Any, job)
+    keeper = NodeMemory(context)
     job.local_share.limited_plan = make_plan(slot, 0, 0, 6 * slot, 1 << 50, 2)
     beside_two = job.local_share.limited_plan.replica_bytes_max(2)
-    assert NodeMemory._replica_bytes_max(keeper) == beside_two
+    assert keeper.replica_bytes_max() == beside_two
     job.local_share.arenas[2] = {}
-    assert NodeMemory._replica_bytes_max(keeper) == beside_two - slot
+    assert keeper.replica_bytes_max() == beside_two - slot
     del job.local_share.arenas[2], job.local_share.arenas[1]
-    assert NodeMemory._replica_bytes_max(keeper) == beside_two, "it comes, or comes again"
+    assert keeper.replica_bytes_max() == beside_two, "it comes, or comes again"

@@ -11,16 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.job.follower_job import FollowerJob
+from ckpt.agent.job.follower_restore import FollowerRestore
 from ckpt.agent.net.handshake import Dialler, Role
 from ckpt.agent.net.peer_network import secret_id_of
 from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.node.cluster_startup import ClusterStartup
-from ckpt.agent.node.inventory_lease import LEASE_TIMEOUT_S, InventoryLease
-from ckpt.agent.replication.replica_store import ReplicaStore, transfer_name
+from ckpt.agent.node.inventory_lease import LEASE_TIMEOUT_S
+from ckpt.agent.node.node_memory import NodeMemory
+from ckpt.agent.replication.replica_offers import transfer_name
 from ckpt.agent.restore.peer_source import offer_name
-from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.described import decode_described
 from ckpt.errors import AgentError
 from ckpt.types import Epoch, Identity, Version
@@ -28,6 +27,7 @@ from tests.agent.node.test_inventory_lease import Later
 from tests.agent.nodes.cluster import Cluster
 from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of
 from tests.agent.nodes.test_permissions import ask, at_work, held
+from tests.agent.parts import bare_context
 
 __all__ = ["at_work", "liar"]
 
@@ -49,27 +49,30 @@ class Node:
 
     def __init__(self) -> None:
         self.later: Later = {}
-        self.inventory_lease = InventoryLease(self.later.__setitem__)
+        server = SimpleNamespace(call_later=self.later.__setitem__, post=lambda what: what())
+        context = bare_context(server=server)
+        self.memory = NodeMemory(context)
+        self.inventory_lease, self.replicas = self.memory.inventory_lease, self.memory.replicas
         transport = SimpleNamespace(offer=lambda *given: None, withdraw=lambda name: None)
-        self.replicas = ReplicaStore(cast(Workers, None), lambda what: what())
         for name, readers in OFFERS.items():
             for reader in readers:
                 given = cast(Transport, transport), name, memoryview(b""), cast(Frames, None)
-                self.replicas.offer(*given, reader, urgent=True)
+                self.replicas.offers.add(*given, reader, urgent=True)
         self.peer_disconnected: list[str] = []
-        self.followed_jobs = [self.followed_job("x"), self.followed_job("y")]
+        context.jobs.followed = [self.followed_job("x"), self.followed_job("y")]
         for name in ("x", "y"):
             self.inventory_lease.take_lease(name, ONE)
 
     def followed_job(self, leader: str) -> Any:
         end = lambda: self.peer_disconnected.append(leader)  # noqa: E731
-        return SimpleNamespace(coordinator=SimpleNamespace(name=leader), end_uncoordinated_restore=end)
+        restore = SimpleNamespace(end_uncoordinated=end)
+        return SimpleNamespace(coordinator=SimpleNamespace(name=leader), restore=restore)
 
     def tend(self) -> tuple[list[str], list[str]]:
         """What is served from then on, and by whose coordinator's end something that was read went."""
         self.peer_disconnected.clear()
-        ClusterStartup._end_expired_serving(cast(ClusterStartup, self))
-        return sorted(self.replicas._readers_by_offer), self.peer_disconnected
+        self.memory.end_expired_serving()
+        return sorted(self.replicas.offers._readers_by_offer), self.peer_disconnected
 
 
 def test_what_a_coordinator_has_served_outlives_a_lost_connection_that_comes_back_in_time() -> None:
@@ -104,9 +107,11 @@ def test_what_a_start_has_served_ends_with_its_outcome_though_nobody_says_so(beg
 def test_what_was_read_for_a_start_goes_unless_its_coordinator_is_connected() -> None:
     for led in (True, False):
         closed: list[str] = []
-        stand_in = SimpleNamespace(_is_coordinator_connected=led, _end_restore=partial(closed.append, "closed"))
-        followed_job = cast(FollowerJob, stand_in)
-        FollowerJob.end_uncoordinated_restore(followed_job)
+        network = SimpleNamespace(channel=lambda name, led=led: object() if led else None)
+        given = (cast(Any, each) for each in (None, network, ONE, [SimpleNamespace(name="a")], None, None, None))
+        restore = FollowerRestore(*given)
+        restore.session = cast(Any, SimpleNamespace(close=partial(closed.append, "closed")))
+        restore.end_uncoordinated()
         assert closed == ([] if led else ["closed"])
 
 
@@ -115,7 +120,7 @@ def test_what_a_real_agent_serves_for_a_start_it_serves_until_that_has_come_to_n
 ) -> None:
     starting, node = liar("starting"), node_of(at_work, 1)
     newest = held(starting, node).complete_checkpoints()[-1]
-    answer, error = ask(starting, node, {"t": "publish-snapshots", "identity": str(newest), "ranks": [1]})
+    answer, error = ask(starting, node, {"t": "publish", "identity": str(newest), "ranks": [1]})
     assert answer is not None, error
     (described,) = decode_described(answer.blobs[0])
     greet = lambda about, peer: Dialler(at_work.secret, secret_id_of(at_work.secret), Role.DATA, "x", about, peer)  # noqa: E731
@@ -130,7 +135,7 @@ def test_what_a_real_agent_serves_for_a_start_it_serves_until_that_has_come_to_n
 
     try:
         assert isinstance(fetched(), AgentError)
-        starting.say(node, {"t": "serve-frames", "identity": str(newest), "rank": 1}, [described.frames.encode()])
+        starting.say(node, {"t": "publish", "identity": str(newest), "ranks": [1]}, [described.frames.encode()])
         starting.alive(node)
         assert fetched() is None
         starting.say(node, {"t": "start-outcome", "epoch": None}, [])

@@ -9,21 +9,20 @@ from typing import Any, cast
 import msgpack
 import pytest
 
-from ckpt.agent.commit.store_client import JobOptions
-from ckpt.agent.job.job import Job
-from ckpt.agent.job.job_executor import JobExecutor
-from ckpt.agent.replication.replicate import Assignment, Replication
+from ckpt.agent.job.job_replication import JobReplication
+from ckpt.agent.replication.replicate import Assignment, replicate
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated, newest_replicated
-from ckpt.agent.snapshots.all_shares import AllShares
+from ckpt.agent.runtime.coroutines import Task, spawn
 from ckpt.agent.snapshots.inventory import Inventory
-from ckpt.agent.snapshots.remote_share import RemotePeer, RemoteShare
 from ckpt.agent.state.accounting import Accounting
+from ckpt.agent.state.cost_model import CostModel
 from ckpt.agent.state.replica_state import NO_PEER_MEMORY, SUPERSEDED, ReplicaState
 from ckpt.ipc.arena import PAGE
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.placement import Kept
+from ckpt.policy.adaptive import Adaptive
 from ckpt.types import Epoch, Identity, Version
 from tests.agent.nodes.test_replication_sim import ADDRESS, Cell, Holder, Sim, cells
 
@@ -97,10 +96,10 @@ def test_each_rank_is_to_outlive_as_many_losses_as_its_node_was_placed_for() -> 
 
 
 def test_of_what_a_node_says_only_the_epoch_that_is_asked_for_counts() -> None:
-    other, said = Inventory(announced_replicated=Identity(BEFORE, Version(9))), list[SafeCheckpoint | None]()
+    other = Inventory(announced_replicated=Identity(BEFORE, Version(9)))
     other.add_local_snapshots(Identity(BEFORE, Version(9)), 3, [0, 1, 2])
-    find_replicated(cast(Any, SimpleNamespace(agent_name="a")), [], other, EPOCH, (1, 1, 1), said.append)
-    assert said == [SafeCheckpoint(None, None)]
+    finding = Task(find_replicated(cast(Any, SimpleNamespace(agent_name="a")), [], other, EPOCH, (1, 1, 1)))
+    assert finding.result() == SafeCheckpoint(None, None)
 
 
 class Pair:
@@ -126,7 +125,7 @@ class Pair:
             said.append(error)
             return is_safe
 
-        Replication(*services, at(step), self.wanted, then, safe).begin()
+        spawn(replicate(*services, at(step), self.wanted, then, safe))
         while not said:
             self.sim.turn()
         return said[0]
@@ -136,11 +135,10 @@ class Pair:
         holder.told = lambda by, fields: None  # type: ignore[method-assign]
 
     def find(self) -> SafeCheckpoint | None:
-        said: list[SafeCheckpoint | None] = []
-        find_replicated(cast(Any, self.lead), self.nodes, self.lead.inventory(), EPOCH, (1,), said.append)
-        while not said:
+        finding = Task(find_replicated(cast(Any, self.lead), self.nodes, self.lead.inventory(), EPOCH, (1,)))
+        while not finding.is_settled:
             self.sim.turn()
-        return said[0]
+        return finding.result()
 
 
 def test_a_node_that_lends_twice_the_state_takes_new_copies_of_a_coordinator_that_was_started_again() -> None:
@@ -188,8 +186,6 @@ def test_while_a_node_does_not_answer_nothing_is_known() -> None:
 
 
 def test_an_answer_that_cannot_be_read_is_none() -> None:
-    said: list[SafeCheckpoint | None] = []
-
     class Net:
         agent_name = "a"
 
@@ -197,8 +193,7 @@ def test_an_answer_that_cannot_be_read_is_none() -> None:
             then(Message({}, [], [msgpack.packb(5)]), "")
 
     nodes = [NodeAt(name, (), ()) for name in "ab"]
-    find_replicated(cast(Any, Net()), nodes, keeps(None), EPOCH, (1,), said.append)
-    assert said == [None]
+    assert Task(find_replicated(cast(Any, Net()), nodes, keeps(None), EPOCH, (1,))).result() is None
 
 
 class Carried:
@@ -214,7 +209,7 @@ class Carried:
         self.account = Accounting()
         self.account.adopt_epoch(EPOCH)
         self.is_so = True
-        self.group = SimpleNamespace(
+        self.replicas = SimpleNamespace(
             is_replication_on=True,
             is_survey_pending=True,
             is_placement_complete=True,
@@ -223,31 +218,28 @@ class Carried:
             replicated_version=None,
             retained_version=None,
             retained_placement=(),
-            inherited_versions={},
             record_survey=self.found_safe,
             record_replication=self.replicated,
-            why_not_replicated=lambda version: ReplicaState.why_not_replicated(cast(ReplicaState, self.group), version),
-            can_drop_older=lambda why_not: ReplicaState.can_drop_older(cast(ReplicaState, self.group), why_not),
+            why_not_replicated=lambda version: ReplicaState.why_not_replicated(
+                cast(ReplicaState, self.replicas), version
+            ),
+            can_drop_older=lambda why_not: ReplicaState.can_drop_older(cast(ReplicaState, self.replicas), why_not),
         )
-        replication_manager = SimpleNamespace(
-            find_replicated=self.find_safe,
-            replicate=self.protect,
-        )
-        self.carrier = SimpleNamespace(
-            replication_manager=replication_manager,
-            scheduler=self.group,
+        self.context = SimpleNamespace(
+            scheduler=SimpleNamespace(replicas=self.replicas, slots=SimpleNamespace(inherited_versions={})),
             epoch=EPOCH,
             world=1,
             nodes=(),
             checkpoints={},
-            cost_model=None,
-            local_share=SimpleNamespace(arenas={}),
+            shares=SimpleNamespace(local_share=SimpleNamespace(arenas={})),
             emit=lambda *said, **data: None,
-            _services=SimpleNamespace(account=self.account, awaits_memory_nodes=lambda: self.awaits),
-            _guard_callback=lambda then: then,
-            _call_later=lambda delay_s, what: self.later.append(what),
-            _replicate=self.replicate,
+            services=SimpleNamespace(account=self.account, awaits_memory_nodes=lambda: self.awaits),
+            guarded=lambda then: then,
+            call_later=lambda delay_s, what: self.later.append(what),
         )
+        policy = SimpleNamespace(cost_model=CostModel(Adaptive()))
+        self.replication = JobReplication(cast(Any, self.context), cast(Any, policy))
+        self.replication.manager = cast(Any, SimpleNamespace(find_replicated=self.find_safe, replicate=self.protect))
 
     def find_safe(self, epoch: Epoch, safe: Identity | None, held: Any, world: int, then: Any) -> None:
         self.known = safe
@@ -258,16 +250,16 @@ class Carried:
         self.ended = then
 
     def found_safe(self, version: Version | None, kept: Sequence[Kept], whole: bool) -> bool:
-        self.group.is_survey_pending, self.kept = False, kept
-        self.group.replicated_version = self.group.retained_version = version
+        self.replicas.is_survey_pending, self.kept = False, kept
+        self.replicas.replicated_version = self.replicas.retained_version = version
         return self.is_so
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         self.heard.append(error)
         return self.judge(error)
 
-    def replicate(self, slot: int = 0, which: Identity | None = None) -> None:
-        JobExecutor._replicate(cast(JobExecutor, self.carrier), slot, which or at(7))
+    def replicate(self) -> None:
+        self.replication.replicate(0, Version(7))
 
 
 def test_what_is_found_to_be_safe_is_what_others_keep_and_is_shown_if_it_is_whole() -> None:
@@ -283,7 +275,7 @@ def test_what_is_found_to_be_safe_is_what_others_keep_and_is_shown_if_it_is_whol
         assert carried.heard == [f"{at(7)}, safe: {safe.newest}"]
         found = carried.account.facts(0.0)["safe"].get("peer")
         assert (found["step"] if found else None) == shown
-        assert carried.account.saved_bytes.get("peer", 0) == 0, "another agent brought it there"
+        assert carried.account.totals.saved_bytes.get("peer", 0) == 0, "another agent brought it there"
         carried.replicate()
         assert not carried.finding, "it is asked once"
 
@@ -329,7 +321,7 @@ def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(
     why_not: str, outdone: bool, goes: bool
 ) -> None:
     carried = Carried()
-    carried.group.supersedes_former = outdone
+    carried.replicas.supersedes_former = outdone
     carried.replicate()
     carried.finding.pop()(SafeCheckpoint(None, None))
     carried.judge = lambda error: why_not
@@ -339,7 +331,7 @@ def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(
 def test_what_is_found_to_be_safe_as_a_whole_does_not_go_for_a_part_of_what_is_newer() -> None:
     carried = Carried()
     carried.replicate()
-    carried.group.would_reduce_protection = True
+    carried.replicas.would_reduce_protection = True
     carried.finding.pop()(SafeCheckpoint(at(5), at(5)))
     assert carried.heard == [NO_PEER_MEMORY]
 
@@ -347,7 +339,7 @@ def test_what_is_found_to_be_safe_as_a_whole_does_not_go_for_a_part_of_what_is_n
 def test_what_is_not_copied_since_a_newer_one_is_found_to_be_safe_is_not_said_to_have_no_room() -> None:
     carried = Carried()
     carried.replicate()
-    carried.group.would_reduce_protection = True
+    carried.replicas.would_reduce_protection = True
     carried.finding.pop()(SafeCheckpoint(at(9), at(9)))
     assert carried.heard == [SUPERSEDED]
 
@@ -357,7 +349,7 @@ def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not
     safe = newest_replicated(left, (1, 1, 1))
     assert list(safe.survived_losses) == [1, 0, 0]
     carried = Carried()
-    carried.carrier.nodes = [SimpleNamespace(name=name, ranks=[rank]) for rank, name in enumerate("abc")]
+    carried.context.nodes = [SimpleNamespace(name=name, ranks=[rank]) for rank, name in enumerate("abc")]
     carried.replicate()
     carried.finding.pop()(safe)
     assert carried.kept == [Kept("", 1), Kept("b", 0), Kept("c", 0)]
@@ -366,7 +358,7 @@ def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not
 def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_told_that_it_is_safe() -> None:
     """A node that keeps some of it was not connected for a while."""
     carried = Carried()
-    carried.group.replicated_version = carried.group.retained_version = Version(3)
+    carried.replicas.replicated_version = carried.replicas.retained_version = Version(3)
     carried.replicate()
     assert carried.known == at(3)
     copies = SimpleNamespace(
@@ -384,35 +376,6 @@ def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_
 def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:
     carried = Carried()
     carried.replicate()
-    carried.group.is_replication_on = False
+    carried.replicas.is_replication_on = False
     carried.finding.pop()(SafeCheckpoint(at(5), None))
     assert "no other node has memory left" in carried.heard.pop()
-
-
-def test_a_node_that_was_away_when_all_copies_were_given_up_hears_so_once_it_is_back_and_no_others_have_begun() -> None:
-    carried, said = Carried(), list[tuple[str, str]]()
-    carried.group.is_survey_pending, carried.carrier._has_released_replicas = False, False
-    net = SimpleNamespace(
-        notify=lambda name, fields, blobs=(): said.append((name, fields["t"])), set_rate_limit=lambda rate: None
-    )
-    others = [RemoteShare(cast(Any, net), name, EPOCH, 3, (rank,)) for rank, name in enumerate("bc", 1)]
-    carried.carrier.ranks = AllShares(cast(Any, SimpleNamespace(world=3)), others, "a")
-    carried.carrier.nodes = tuple(NodeAt(name, (ADDRESS,), (rank,)) for rank, name in enumerate("abc"))
-    carried.carrier.options = JobOptions()
-    services, gone = carried.carrier._services, list[Epoch]()
-    services.network, services.memory_nodes = lambda: net, tuple
-    services.replicas = SimpleNamespace(evict_epoch=gone.append)
-
-    def comes_back(rank: int) -> list[str]:
-        carried.carrier.ranks.connect_rank(rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1))
-        said.clear()
-        Job._send_bandwidth_limit(cast(Job, carried.carrier), rank)
-        assert {name for name, _ in said} == {"bc"[rank - 1]}
-        return [kind for _, kind in said]
-
-    assert comes_back(1) == ["limit-replication"]
-    JobExecutor._release_replicas(cast(JobExecutor, carried.carrier))
-    assert (gone, said[1:]) == ([EPOCH], [("b", "forget-replicas"), ("c", "forget-replicas")])
-    assert comes_back(2) == ["limit-replication", "forget-replicas"]
-    carried.replicate()
-    assert comes_back(2) == ["limit-replication"]

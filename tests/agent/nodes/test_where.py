@@ -7,13 +7,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.job.follower_job import FollowerJob
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.ipc.messages import Message
 from tests.agent.nodes.staged import EPOCH, Net, Turned, identity
-from tests.agent.nodes.test_clocks import NODES, Quiet, Rank
+from tests.agent.nodes.test_clocks import NODES, Rank, follower_services
 
 
 class Asking(Rank):
@@ -26,10 +24,10 @@ class Asking(Rank):
 )
 def test_only_what_was_seen_to_be_damaged_is_called_so(answer: list[bytes] | None, kind: str, turned: Turned) -> None:
     net, rank = Net("b"), Asking()
-    services = cast(PeerNetwork, net), cast(EventLoop, Quiet()), turned.workers, cast(StoreClient, None)
-    followed_job = FollowerJob(EPOCH, 2, NODES, *services, cast(Any, None), lambda each: {})
+    services = follower_services(turned.workers)
+    followed_job = FollowerJob(services, cast(PeerNetwork, net), EPOCH, NODES, lambda each: {})
     words = {"t": "fetch", "id": 1, "identity": str(identity(5))}
-    followed_job._fetch(cast(Any, rank), Message(words, [], [np.array([0], "<u4").tobytes()]))
+    followed_job.restore.fetch(cast(Any, rank), Message(words, [], [np.array([0], "<u4").tobytes()]))
     if answer is None:
         net.asked[0].refuse("the connection to agent a has ended")
     else:

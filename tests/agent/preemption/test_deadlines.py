@@ -55,7 +55,7 @@ class Linked(Warned):
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         super().__init__()
         if self.copy_s is not None:
-            self.group.is_replication_on, self.group.placement = True, RING
+            self.group.replicas.is_replication_on, self.group.replicas.placement = True, RING
 
     def at(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_s + delay_s, len(self.said), what))
@@ -65,11 +65,13 @@ class Linked(Warned):
         for action in new:
             if isinstance(action, do.Replicate):
                 assert self.copy_s is not None
-                self.at(self.copy_s, lambda slot=action.slot: self.group.record_replication(slot, "", self.now_s))  # type: ignore[misc]
+                self.at(
+                    self.copy_s, lambda slot=action.slot: self.group.replicas.record_replication(slot, "", self.now_s)
+                )  # type: ignore[misc]
             elif isinstance(action, do.Commit):
-                self.at(self.commit_s, lambda slot=action.slot: self.group.record_commit(slot, "", self.now_s))  # type: ignore[misc]
+                self.at(self.commit_s, lambda slot=action.slot: self.group.commits.record_commit(slot, "", self.now_s))  # type: ignore[misc]
             elif isinstance(action, do.Assemble):
-                self.at(0.0, lambda a=action: self.group.record_assembly(a.slot, a.attempt_number, ""))  # type: ignore[misc]
+                self.at(0.0, lambda a=action: self.group.save_attempts.record_assembly(a.slot, a.attempt_number, ""))  # type: ignore[misc]
         return new
 
     def run(self, until: Callable[[], Any], limit_s: float = 1000.0) -> None:
@@ -97,9 +99,9 @@ class Linked(Warned):
 
     def measured(self) -> None:
         """One checkpoint has been everywhere."""
-        self.group.set_intervals(1.0, 1.0, self.now_s)
-        self.run(lambda: self.group.committed_version is not None)
-        self.group.set_intervals(10_000.0, 10_000.0, self.now_s)
+        self.group.clock.set_intervals(1.0, 1.0, self.now_s)
+        self.run(lambda: self.group.facts.committed_version is not None)
+        self.group.clock.set_intervals(10_000.0, 10_000.0, self.now_s)
         self.run(lambda: not self._events)
 
 
@@ -133,12 +135,14 @@ def test_from_two_minutes_to_two_seconds_where_the_last_step_is_is_what_is_repor
 ) -> None:
     driver = Linked(*links)
     driver.measured()
-    before = driver.group.committed_version
+    before = driver.group.facts.committed_version
     for source, key, node in FAR[far]:
         end_s = driver.now_s + 2 * 86400.0
-        driver.group.add_notice(StandingNotice(source, key, end_s, driver.now_s, nodes=frozenset({node})))
+        driver.group.preemption.add_notice(StandingNotice(source, key, end_s, driver.now_s, nodes=frozenset({node})))
     deadline_s = driver.now_s + lead_s
-    driver.group.add_notice(StandingNotice("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
+    driver.group.preemption.add_notice(
+        StandingNotice("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"}))
+    )
     driver.run(driver.held)
     driver.run(lambda: driver.now_s >= deadline_s - 0.1)
     told = driver.outcomes()[-1]
@@ -155,25 +159,25 @@ def test_from_two_minutes_to_two_seconds_where_the_last_step_is_is_what_is_repor
 def test_copies_of_the_last_step_are_made_though_all_ranks_are_gone() -> None:
     driver = Linked(20e6, 200e6)
     driver.measured()
-    driver.group.add_notice(
+    driver.group.preemption.add_notice(
         StandingNotice("cloud", "1 on node b", driver.now_s + 30.0, driver.now_s, nodes=frozenset({"b"}))
     )
     driver.run(driver.held)
     for rank in range(driver.world):
-        driver.group.record_leave_request(rank, ("leave", rank))
-    driver.run(lambda: driver.group.replicating_slot is not None)
-    assert driver.group.all_gone
-    driver.run(lambda: driver.group.replicating_slot is None)
-    newest = driver.group.newest
+        driver.group.rank_states.record_leave_request(rank, ("leave", rank))
+    driver.run(lambda: driver.replicas.replicating_slot is not None)
+    assert driver.group.facts.all_gone
+    driver.run(lambda: driver.replicas.replicating_slot is None)
+    newest = driver.slots.newest
     assert newest is not None
-    assert driver.group.replicated_version == newest.version
+    assert driver.replicas.replicated_version == newest.version
 
 
 def test_where_every_node_goes_nobody_is_left_to_copy_to() -> None:
     driver = Linked(100e6, 1000e6)
     driver.measured()
     nodes = frozenset({"", "b"})
-    driver.group.add_notice(StandingNotice("cloud", "1", driver.now_s + 10.0, driver.now_s, nodes=nodes))
+    driver.group.preemption.add_notice(StandingNotice("cloud", "1", driver.now_s + 10.0, driver.now_s, nodes=nodes))
     driver.run(driver.outcomes)
     assert driver.outcomes()[0]["level"] == "local", "whose copies go as well"
 
@@ -182,11 +186,11 @@ def test_a_node_that_goes_soon_after_is_no_survivor() -> None:
     driver = Linked(100e6, 1000e6)
     driver.measured()
     for node, lead_s in (("b", 10.0), ("", 15.0)):
-        driver.group.add_notice(
+        driver.group.preemption.add_notice(
             StandingNotice("cloud", node, driver.now_s + lead_s, driver.now_s, nodes=frozenset({node}))
         )
     driver.decide()
-    assert driver.group.doomed_nodes == {"", "b"}
+    assert driver.group.preemption.doomed_nodes == {"", "b"}
     driver.run(driver.outcomes)
     assert driver.outcomes()[0]["level"] == "local"
 
@@ -194,10 +198,10 @@ def test_a_node_that_goes_soon_after_is_no_survivor() -> None:
 def test_where_the_newest_gets_nowhere_it_is_said_which_one_stays_in_other_nodes_memory() -> None:
     driver = Linked(20e6, 200e6)
     driver.measured()
-    driver.group.set_intervals(8.0, 8.0, driver.now_s)
-    driver.run(lambda: driver.group.replicating_slot is not None)
-    safe = driver.group.replicated_version
-    driver.group.add_notice(
+    driver.group.clock.set_intervals(8.0, 8.0, driver.now_s)
+    driver.run(lambda: driver.replicas.replicating_slot is not None)
+    safe = driver.replicas.replicated_version
+    driver.group.preemption.add_notice(
         StandingNotice("cloud", "1 on node b", driver.now_s + 3.0, driver.now_s, nodes=frozenset({"b"}))
     )
     driver.run(driver.outcomes)

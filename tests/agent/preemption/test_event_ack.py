@@ -38,10 +38,10 @@ def test_not_what_has_begun_may_not_come_or_knows_no_such_word(told: StandingNot
 class Planning(Warned):
     def __init__(self, may: bool = True) -> None:
         super().__init__()
-        self.group.can_acknowledge = may
+        self.group.exit_report.can_acknowledge = may
         self.save_once()
         for each in (stands(lead_s=self.now_s + 12.0), stands(node="other", lead_s=self.now_s + 12.0)):
-            self.group.add_notice(each)
+            self.group.preemption.add_notice(each)
         self.decide()
 
     def leave(self) -> None:
@@ -49,8 +49,8 @@ class Planning(Warned):
         word = self.take()
         self.hold(word)
         for rank in range(self.world):
-            self.group.record_leave_request(rank, ("leave", rank))
-        self.group.record_assembly(word.slot, word.attempt_number, "")
+            self.group.rank_states.record_leave_request(rank, ("leave", rank))
+        self.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
         self.decide()
 
     def acknowledged(self) -> list[do.Acknowledge]:
@@ -63,8 +63,8 @@ def test_it_is_the_last_of_all_after_the_commit_and_the_answers_to_the_ranks() -
     assert not driver.acknowledged()
     driver.commit()
     assert not driver.acknowledged(), "the ranks wait for their answer"
-    driver.group.record_close()
-    assert driver.group.heeds_notices, "until it is said"
+    driver.group.leave_requests.record_close()
+    assert driver.group.exit_report.heeds_notices, "until it is said"
     driver.decide()
     assert driver.acknowledged() == [do.Acknowledge("azure", "E1", "")]
     answered = [
@@ -72,21 +72,23 @@ def test_it_is_the_last_of_all_after_the_commit_and_the_answers_to_the_ranks() -
     ]
     assert len(answered) == driver.world
     assert max(answered) < driver.said.index(driver.acknowledged()[0])
-    assert driver.group.heeds_notices
+    assert driver.group.exit_report.heeds_notices
     driver.decide()
-    driver.group.record_acknowledgement()
+    driver.group.exit_report.record_acknowledgement()
     driver.decide()
     assert len(driver.acknowledged()) == 1, "of two nodes that it names, one says so, once"
-    assert not driver.group.heeds_notices
+    assert not driver.group.exit_report.heeds_notices
 
 
 def test_not_where_the_user_does_not_let_it() -> None:
     driver = Planning(may=False)
     driver.leave()
-    assert driver.group.heeds_notices, "what is saved has to be said before a deadline, which may come nearer"
+    assert driver.group.exit_report.heeds_notices, (
+        "what is saved has to be said before a deadline, which may come nearer"
+    )
     driver.commit()
-    assert not driver.group.heeds_notices
-    driver.group.record_close()
+    assert not driver.group.exit_report.heeds_notices
+    driver.group.leave_requests.record_close()
     driver.decide()
     assert not driver.acknowledged()
 
@@ -95,22 +97,22 @@ def test_not_where_the_last_snapshot_did_not_reach_the_store() -> None:
     driver = Planning()
     driver.leave()
     driver.commit("the store is gone")
-    driver.group.stop_commits()
+    driver.group.commits.stop()
     driver.decide()
-    driver.group.record_close()
+    driver.group.leave_requests.record_close()
     driver.decide()
     assert not driver.acknowledged()
-    assert not driver.group.heeds_notices
+    assert not driver.group.exit_report.heeds_notices
 
 
 def test_not_what_was_taken_back_while_the_commit_ran() -> None:
     driver = Planning()
     driver.leave()
-    assert driver.group.heeds_notices, "though all ranks are gone"
-    driver.group.withdraw_notice("azure", "E1")
-    driver.group.withdraw_notice("azure", "E1 on node other")
+    assert driver.group.exit_report.heeds_notices, "though all ranks are gone"
+    driver.group.preemption.withdraw_notice("azure", "E1")
+    driver.group.preemption.withdraw_notice("azure", "E1 on node other")
     driver.commit()
-    driver.group.record_close()
+    driver.group.leave_requests.record_close()
     driver.decide()
     assert not driver.acknowledged()
 
@@ -120,7 +122,7 @@ def test_not_by_a_job_that_came_to_its_end_or_that_another_has_superseded() -> N
     driver.leave()
     driver.group.supersede("a newer start")
     driver.commit()
-    driver.group.record_close()
+    driver.group.leave_requests.record_close()
     driver.decide()
     assert not driver.acknowledged()
-    assert not driver.group.heeds_notices
+    assert not driver.group.exit_report.heeds_notices

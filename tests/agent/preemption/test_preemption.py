@@ -1,4 +1,4 @@
-"""When a job leaves by a notice, rule by rule. What they come to together is in test_leaving_sim.py."""
+"""When a job leaves by a notice, rule by rule. What they come to together is in test_preemption_sim.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.preemption.exit_vote import ASK_LATE_S, AWAY_S
+from ckpt.agent.preemption.exit_report import OUTCOME_S
+from ckpt.agent.preemption.exit_vote import ASK_LATE_S, AWAY_S, END_S
 from ckpt.agent.preemption.notice_relay import OUTLIVES_S, ExitTiming, StandingNotice
-from ckpt.agent.preemption.preemption import END_S, NOTICES_MAX, OUTCOME_S
+from ckpt.agent.preemption.preemption import NOTICES_MAX
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import REJOIN_S, SaveReason, WorkState
+from ckpt.agent.state.rank_presence import REJOIN_S
+from ckpt.agent.state.slots import SaveReason, WorkState
 from ckpt.ipc.control_page import GRADIENTS_WAIT, MID_STEP, SUB_MAX, ControlPage, ControlWord, RankPlace, WordKind
 from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
 from ckpt.placement.placement import Kept
@@ -29,6 +31,10 @@ class Warned(Driver):
     def __init__(self, world: int = 2, every: int = 1000, slots: int = 3, start_step: int | None = 0) -> None:
         super().__init__(world, None, slots, start_step, every)
 
+    @property
+    def lead_s(self) -> float:
+        return self.group.facts.save_estimate.lead_time_s
+
     def train(self, seconds: float) -> None:
         self.now_s += seconds
         self.steps = [step + round(10 * seconds) for step in self.steps]
@@ -36,7 +42,7 @@ class Warned(Driver):
 
     def warn(self, lead_s: float, key: str = "1", **more: Any) -> None:
         source = more.pop("source", "cloud")
-        self.group.add_notice(StandingNotice(source, key, self.now_s + lead_s, self.now_s, **more))
+        self.group.preemption.add_notice(StandingNotice(source, key, self.now_s + lead_s, self.now_s, **more))
         self.decide()
 
     def save_once(self) -> None:
@@ -44,7 +50,7 @@ class Warned(Driver):
         self.save(Version(self.steps[0] - 1, 1))
         number, slot = self.answers("save")[0]["attempt"], self.answers("save")[0]["slot"]
         self.stage(number, Version(self.steps[0] - 1, 1), slot)
-        self.group.record_assembly(slot, number, "")
+        self.group.save_attempts.record_assembly(slot, number, "")
         self.decide()
         self.now_s += 1.0
         self.commit()
@@ -57,7 +63,7 @@ class Warned(Driver):
 
     def hold(self, word: Any, ranks: range | None = None) -> dict[Any, Any]:
         for rank in range(self.world) if ranks is None else ranks:
-            self.group.record_hold(rank, word.attempt_number, ("rank-holds", rank))
+            self.group.exit_vote.record_hold(rank, word.attempt_number, ("rank-holds", rank))
         self.decide()
         return {rank: body["leave"] for rank, body in self.answers("rank-holds").items()}
 
@@ -77,17 +83,17 @@ def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() ->
     driver.save_once()
     driver.warn(2 * DAY_S)
     at_s = driver.now_s + 2 * DAY_S
-    assert not driver.group.is_time_to_leave
+    assert not driver.group.preemption.is_time_to_leave
     assert not driver.is_hold()
-    need_s = driver.group.lead_time_s
+    need_s = driver.lead_s
     assert EXIT_RESERVE_S < need_s < EXIT_RESERVE_S + 10
     driver.train(at_s - need_s - 1 - driver.now_s)
     assert not driver.is_hold()
-    assert driver.group.lead_time_s < need_s, "the pace is known better by now"
+    assert driver.lead_s < need_s, "the pace is known better by now"
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is not None
-    assert wake_s <= at_s - driver.group.lead_time_s
-    driver.train(at_s - driver.group.lead_time_s - driver.now_s)
+    assert wake_s <= at_s - driver.lead_s
+    driver.train(at_s - driver.lead_s - driver.now_s)
     assert driver.is_hold()
     assert driver.word().step <= driver.steps[0] + 2
 
@@ -116,7 +122,7 @@ def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_
         driver.now_s += ASK_LATE_S * (1 << times - 1)
         driver.decide()
         assert asked() == [word] * times, "a message may be lost"
-    driver.group.record_miss(1, word.attempt_number, "late")
+    driver.group.save_attempts.record_miss(1, word.attempt_number, "late")
     driver.decide()
     assert driver.answers("rank-holds")[0]["leave"] is False
     assert driver.is_hold(), "and they leave a little later"
@@ -133,7 +139,7 @@ def test_where_gradients_wait_the_ranks_leave_at_the_next_step_with_an_update() 
     word = driver.word()
     driver.steps = [word.step + 1] * 2
     for rank in range(2):
-        driver.group.record_miss(rank, word.attempt_number, GRADIENTS_WAIT, (word.step - 1, 4))
+        driver.group.save_attempts.record_miss(rank, word.attempt_number, GRADIENTS_WAIT, (word.step - 1, 4))
     driver.decide()
     assert driver.is_hold()
     assert driver.word().step > word.step
@@ -156,7 +162,7 @@ def test_an_evaluation_without_polls_makes_nobody_leave_that_has_time_once_it_is
     word = driver.word()
     assert word.kind is WordKind.HOLD
     driver.train(0.1)
-    has_time = driver.now_s + 2 * driver.group.lead_time_s < began_s + 3600.0
+    has_time = driver.now_s + 2 * driver.lead_s < began_s + 3600.0
     assert driver.hold(driver.take()) == dict.fromkeys(range(2), not has_time)
     assert has_time is (ends_s == 700.0)
 
@@ -164,22 +170,20 @@ def test_an_evaluation_without_polls_makes_nobody_leave_that_has_time_once_it_is
 def test_a_state_that_has_grown_since_it_was_saved_is_left_with_as_much_earlier() -> None:
     driver = Warned()
     driver.save_once()
-    before_s = driver.group.lead_time_s
-    driver.group.record_layout()  # an optimizer has its state now
+    before_s = driver.lead_s
+    driver.arenas.record_layout()  # an optimizer has its state now
     driver.decide()
-    assert driver.group.record_division(driver.world + 1, "e", (300,) * driver.world, 3)
+    assert driver.arenas.record_division(driver.world + 1, "e", (300,) * driver.world, 3)
     driver.make_ready()
-    assert driver.group.lead_time_s == pytest.approx(before_s + EXIT_SLACK * 2.0), (
-        "three seconds instead of one, with slack"
-    )
+    assert driver.lead_s == pytest.approx(before_s + EXIT_SLACK * 2.0), "three seconds instead of one, with slack"
     driver.save_once()
-    assert driver.group.lead_time_s < before_s + EXIT_SLACK * 2.0, "and then it is measured"
+    assert driver.lead_s < before_s + EXIT_SLACK * 2.0, "and then it is measured"
 
 
 def leaves_at(driver: Warned, in_step_s: float | None) -> int:
     """How many steps beyond the present one, which the ranks of this node entered so long ago."""
     since_s = None if in_step_s is None else driver.now_s - in_step_s
-    driver.group.add_notice(
+    driver.group.preemption.add_notice(
         StandingNotice("cloud", "1", driver.now_s + 60.0, driver.now_s, exit_timing=ExitTiming.AT_ONCE)
     )
     driver.said += driver.group.decide(driver.now_s, driver.steps, (), [since_s, None])
@@ -206,7 +210,7 @@ def test_and_further_ahead_where_words_were_late() -> None:
     driver.train(2.0)
     driver.train(2.0)
     word = driver.word()
-    driver.group.record_miss(1, word.attempt_number, "late")
+    driver.group.save_attempts.record_miss(1, word.attempt_number, "late")
     driver.decide()
     assert leaves_at(driver, 0.0) >= 2
 
@@ -227,11 +231,11 @@ def test_a_slow_commit_makes_the_job_leave_earlier() -> None:
         driver.save(Version(driver.steps[0] - 1, 1))
         answer = [a.body for a in driver.said if isinstance(a, do.AnswerRequest)][-1]
         driver.stage(answer["attempt"], Version(driver.steps[0] - 1, 1), answer["slot"])
-        driver.group.record_assembly(answer["slot"], answer["attempt"], "")
+        driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")
         driver.decide()
         driver.now_s += seconds
         driver.commit()
-    assert slow.group.lead_time_s > quick.group.lead_time_s + 20
+    assert slow.group.facts.save_estimate.lead_time_s > quick.group.facts.save_estimate.lead_time_s + 20
 
 
 def test_a_request_to_go_now_is_not_put_off() -> None:
@@ -246,9 +250,9 @@ def test_the_earliest_certain_deadline_counts() -> None:
     driver.save_once()
     driver.warn(DAY_S, "far")
     driver.warn(1.0, "perhaps", certain=False)
-    assert driver.group.deadline_s(driver.now_s) == driver.now_s + DAY_S
+    assert driver.group.preemption.deadline_s(driver.now_s) == driver.now_s + DAY_S
     driver.warn(5.0, "near")
-    assert driver.group.deadline_s(driver.now_s) == driver.now_s + 5.0
+    assert driver.group.preemption.deadline_s(driver.now_s) == driver.now_s + 5.0
     assert driver.is_hold()
 
 
@@ -278,7 +282,7 @@ def test_each_machine_hears_by_which_of_its_notices_the_job_leaves() -> None:
     driver.warn(DAY_S, "2")
     driver.warn(60.0, "3", certain=False)
     driver.warn(60.0, "SIGTERM", source=SIGNAL_SOURCE, exit_timing=ExitTiming.AT_ONCE)
-    driver.now_s += 60.0 - driver.group.lead_time_s
+    driver.now_s += 60.0 - driver.lead_s
     word = driver.take()
     assert left_by(driver) == []
     driver.hold(word)
@@ -289,28 +293,28 @@ def test_by_what_a_start_has_left_the_next_one_does_not_and_takes_one_more_just_
     driver = Warned(every=1000)
     former = Warned()
     former.save_once()
-    driver.group.inherit_timing(former.group)
-    assert driver.group.lead_time_s == former.group.lead_time_s < 60.0, "what saving took is known"
+    driver.group.facts.save_estimate.inherit(former.group.facts.save_estimate)
+    assert driver.lead_s == former.group.facts.save_estimate.lead_time_s < 60.0, "what saving took is known"
     driver.make_ready()
     driver.train(10.0)
     driver.warn(60.0, exit_timing=ExitTiming.NOT_AGAIN)
-    assert driver.group.is_warned(driver.now_s), "a failure is none of this job's"
+    assert driver.group.preemption.is_warned(driver.now_s), "a failure is none of this job's"
     due_s = driver.now_s + 60.0
-    while driver.now_s < due_s - driver.group.lead_time_s - 1.0:
+    while driver.now_s < due_s - driver.lead_s - 1.0:
         assert driver.word().step >= 1000, "not yet"
         driver.train(1.0)
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is not None
-    assert wake_s <= due_s - driver.group.lead_time_s
+    assert wake_s <= due_s - driver.lead_s
     driver.train(2.0)
     word = driver.word()
     assert (word.kind, word.step <= driver.steps[0] + 2) == (WordKind.TAKE, True)
-    assert driver.group.doomed_nodes == {""}
+    assert driver.group.preemption.doomed_nodes == {""}
     driver.complete()
     driver.commit()
     driver.train(60.0)
     assert driver.word().step >= 1000, "and then as before, also when the time is over"
-    assert not driver.group.is_time_to_leave
+    assert not driver.group.preemption.is_time_to_leave
     assert not driver.outcomes()
     driver.warn(10.0, "2")
     assert driver.is_hold(), "another one is another matter"
@@ -325,14 +329,14 @@ def test_how_long_saving_takes_is_not_guessed_before_a_start_has_learnt_what_it_
     due_s = driver.now_s + 40.0
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is None or wake_s > driver.now_s
-    driver.group.inherit_timing(former.group)
-    driver.group.record_start(0, driver.now_s)
+    driver.group.facts.save_estimate.inherit(former.group.facts.save_estimate)
+    driver.group.appointments.record_start(0, driver.now_s)
     driver.steps = [1, 1]
     driver.make_ready()
     driver.train(2.0)
     driver.train(10.0)
     assert driver.word().step >= 1000
-    driver.train(due_s - driver.group.lead_time_s - driver.now_s)
+    driver.train(due_s - driver.lead_s - driver.now_s)
     assert driver.word().step <= driver.steps[0] + 2
 
 
@@ -361,7 +365,7 @@ def committed(driver: Warned, count: int) -> int:
         driver.make_ready()
         driver.train(10.0)
         driver.complete()
-        if driver.group.committing_slot is not None:
+        if driver.slots.committing_slot is not None:
             found += 1
             driver.commit()
     return found
@@ -371,18 +375,18 @@ def test_a_certain_notice_costs_nothing_before_it_is_time_to_leave_by_it() -> No
     """It may be taken back."""
     driver = Warned()
     driver.save_once()
-    driver.group.set_intervals(10.0, 10_000.0, driver.now_s)
+    driver.group.clock.set_intervals(10.0, 10_000.0, driver.now_s)
     driver.warn(200.0)
     assert committed(driver, 5) == 0
-    driver.train(driver.group.deadline_s(driver.now_s) - driver.group.lead_time_s - driver.now_s)
+    driver.train(driver.group.preemption.deadline_s(driver.now_s) - driver.lead_s - driver.now_s)
     assert driver.is_hold(), "and then it is time to leave"
-    assert driver.group.committing_slot is not None, "what is complete, as long as that does not delay the last one"
+    assert driver.slots.committing_slot is not None, "what is complete, as long as that does not delay the last one"
     driver.commit()
     word = driver.take()
     driver.hold(word)
-    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
-    assert driver.group.committing_slot == word.slot
+    assert driver.slots.committing_slot == word.slot
 
 
 def stays(driver: Warned, answers: ExitTiming) -> None:
@@ -396,7 +400,7 @@ def stays(driver: Warned, answers: ExitTiming) -> None:
         driver.hold(word, range(1))
         driver.now_s = max(driver.now_s, deadline_s)
         driver.decide()
-        driver.group.record_miss(1, word.attempt_number, "late")
+        driver.group.save_attempts.record_miss(1, word.attempt_number, "late")
         driver.steps = [max(driver.steps)] * 2
         assert driver.answers("rank-holds")[0]["leave"] is False
     while driver.now_s <= deadline_s:
@@ -409,30 +413,30 @@ def test_a_notice_that_was_false_and_is_never_taken_back_costs_nothing_more_afte
 ) -> None:
     driver = Warned()
     driver.save_once()
-    driver.group.set_intervals(10.0, 100.0, driver.now_s)
+    driver.group.clock.set_intervals(10.0, 100.0, driver.now_s)
     assert committed(driver, 50) == 5
     stays(driver, answers)
-    deadline_s = min(each.deadline_s for each in driver.group.notices.values())
-    assert driver.group.is_warned(deadline_s + OUTLIVES_S - 1.0), "the machine may still go"
-    assert not driver.group.is_warned(deadline_s + OUTLIVES_S)
+    deadline_s = min(each.deadline_s for each in driver.group.preemption.notices.values())
+    assert driver.group.preemption.is_warned(deadline_s + OUTLIVES_S - 1.0), "the machine may still go"
+    assert not driver.group.preemption.is_warned(deadline_s + OUTLIVES_S)
     assert committed(driver, 50) <= 6, "as few as before"
-    assert not driver.group.doomed_nodes, "it stays as far as anybody knows"
+    assert not driver.group.preemption.doomed_nodes, "it stays as far as anybody knows"
     driver.warn(60.0)
-    assert driver.group.is_warned(driver.now_s), "the same one with a time ahead is news"
+    assert driver.group.preemption.is_warned(driver.now_s), "the same one with a time ahead is news"
 
 
 def test_one_that_is_uncertain_costs_one_checkpoint_that_is_committed_out_of_turn() -> None:
     driver = Warned(every=1000)
     driver.save_once()
-    driver.group.set_intervals(1000.0, 10_000.0, driver.now_s)  # neither is due for long
+    driver.group.clock.set_intervals(1000.0, 10_000.0, driver.now_s)  # neither is due for long
     driver.decide()
-    before = driver.group.committed_version
+    before = driver.group.facts.committed_version
     driver.warn(600.0, certain=False)
     word = driver.word()
     assert (word.kind, word.step <= driver.steps[0] + 2) == (WordKind.TAKE, True)
     driver.complete()
     driver.commit()
-    assert driver.group.committed_version == Version(word.step) > before
+    assert driver.group.facts.committed_version == Version(word.step) > before
     driver.train(20.0)
     assert driver.word() is None, "and then as before"
     assert not driver.outcomes()
@@ -441,14 +445,14 @@ def test_one_that_is_uncertain_costs_one_checkpoint_that_is_committed_out_of_tur
 def test_one_that_reaches_no_store_is_tried_again() -> None:
     driver = Warned()
     driver.save_once()
-    driver.group.set_intervals(30.0, 10_000.0, driver.now_s)
+    driver.group.clock.set_intervals(30.0, 10_000.0, driver.now_s)
     driver.warn(600.0, certain=False)
     word = driver.word()
     driver.complete()
     driver.commit("the store is gone")
     driver.train(5.0)
     driver.commit()
-    assert driver.group.committed_version == Version(word.step)
+    assert driver.group.facts.committed_version == Version(word.step)
 
 
 def test_an_extra_checkpoint_that_is_missed_is_tried_a_few_times() -> None:
@@ -458,7 +462,7 @@ def test_an_extra_checkpoint_that_is_missed_is_tried_a_few_times() -> None:
     for _ in range(10):
         if driver.word() is not None and driver.word().step < 1000:
             attempts.add(driver.word().attempt_number)
-            driver.group.record_miss(0, driver.word().attempt_number, "late")
+            driver.group.save_attempts.record_miss(0, driver.word().attempt_number, "late")
         driver.train(0.2)
     assert len(attempts) == 3
 
@@ -470,15 +474,15 @@ def test_one_that_is_withdrawn_before_the_verdict_costs_that_checkpoint_only(hel
     word = driver.word()
     driver.take(range(1))
     driver.hold(word, held)
-    driver.group.withdraw_notice("cloud", "1")
+    driver.group.preemption.withdraw_notice("cloud", "1")
     driver.decide()
     assert all(body["leave"] is False for body in driver.answers("rank-holds").values())
     driver.stage(word.attempt_number, Version(word.step), word.slot, range(1, 2))
     assert driver.hold(word) == {0: False, 1: False}
-    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     driver.commit()
-    assert driver.group.committed_version == Version(word.step)
+    assert driver.group.facts.committed_version == Version(word.step)
     assert driver.word().step == 1000
     assert not driver.outcomes()
 
@@ -488,8 +492,8 @@ def test_one_that_is_withdrawn_after_the_verdict_is_left_by_all_the_same() -> No
     driver.warn(5.0)
     word = driver.take()
     assert driver.hold(word, range(2)) == {0: True, 1: True}
-    driver.group.withdraw_notice("cloud", "1")
-    driver.group.record_hold(1, word.attempt_number, ("rank-holds", 1))
+    driver.group.preemption.withdraw_notice("cloud", "1")
+    driver.group.exit_vote.record_hold(1, word.attempt_number, ("rank-holds", 1))
     driver.decide()
     assert driver.answers("rank-holds")[1]["leave"] is True
 
@@ -502,50 +506,32 @@ def test_one_that_moves_away_again_is_left_by_later() -> None:
     word = driver.take()
     driver.warn(DAY_S)
     assert driver.hold(word) == {0: False, 1: False}
-    assert not driver.group.is_time_to_leave
+    assert not driver.group.preemption.is_time_to_leave
 
 
 def successor(world: int = 3) -> Warned:
     """The agent after one that has died, in a job of several nodes; no rank has come back."""
     driver = Warned(world)
-    driver.group = Scheduler(world, driver.group.policy, 500)
-    driver.group.is_single_node = False
-    driver.group.record_agent_restart(driver.now_s)
+    driver.group = Scheduler(world, driver.group.clock.policy, 500)
+    driver.group.facts.is_single_node = False
+    driver.group.appointments.record_agent_restart(driver.now_s)
     return driver
 
 
 def asks(driver: Warned, rank: int, former: int = 0) -> Any:
     """What it is told that comes back, from the page that it had, and holds at round 7."""
-    driver.group.record_former_verdict(former)
+    driver.group.exit_vote.record_former_verdict(former)
     driver.group.record_join(rank)
     driver.hold(SimpleNamespace(attempt_number=7), range(rank, rank + 1))
     return driver.answers("rank-holds").get(rank)
 
 
-def test_a_rank_that_was_not_told_yet_leaves_where_one_comes_back_that_was() -> None:
-    driver = successor()
-    assert asks(driver, 1) is None, "rank 0 may have left"
-    assert asks(driver, 0, former=7)["leave"]
-    assert driver.answers("rank-holds")[1]["leave"]
-    assert asks(driver, 2)["leave"]
-
-
-def test_so_it_does_where_one_goes_that_was_told() -> None:
+def test_a_rank_that_was_not_told_yet_leaves_where_one_goes_that_was() -> None:
     driver = successor()
     assert asks(driver, 1) is None
     driver.group.record_join(0)
     sent_away(driver, 0)
     assert driver.answers("rank-holds")[1]["leave"]
-
-
-def test_where_all_come_back_and_none_was_told_they_go_on() -> None:
-    driver = successor()
-    assert asks(driver, 1) is None
-    driver.group.record_join(0)
-    driver.decide()
-    assert not driver.answers("rank-holds")
-    assert asks(driver, 2) == {"leave": False, "leave_deadline_s": None}
-    assert driver.answers("rank-holds")[1] == {"leave": False, "leave_deadline_s": None}
 
 
 def test_where_one_does_not_come_back_the_held_ones_leave() -> None:
@@ -576,7 +562,7 @@ def test_what_was_saved_is_reported_once_it_is_committed() -> None:
     driver.warn(20.0, exit_timing=ExitTiming.AT_ONCE)
     word = driver.take()
     driver.hold(word)
-    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     assert not driver.outcomes()
     driver.now_s += 2.0
@@ -592,7 +578,7 @@ def leaving_in_20_s() -> tuple[Warned, Any]:
     driver.warn(20.0, exit_timing=ExitTiming.AT_ONCE)
     word = driver.take()
     driver.hold(word)
-    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     return driver, word
 
@@ -639,9 +625,9 @@ def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_t
     driver.warn(6.0, "3")
     at_s = driver.now_s + 6.0
     assert leave_by(driver) == [at_s]
-    driver.group.withdraw_notice("cloud", "3")
+    driver.group.preemption.withdraw_notice("cloud", "3")
     driver.decide()
-    driver.group.record_hold(1, word.attempt_number, ("rank-holds", 1))
+    driver.group.exit_vote.record_hold(1, word.attempt_number, ("rank-holds", 1))
     driver.decide()
     assert driver.answers("rank-holds")[1] == {"leave": True, "leave_deadline_s": at_s}, "who asks again hears it, too"
     wake_s = driver.group.next_wake_s(driver.now_s)
@@ -657,7 +643,7 @@ def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_t
 def test_a_rank_that_was_away_when_the_deadline_came_nearer_is_told_once_it_is_back(asked: bool) -> None:
     driver, _ = leaving_in_20_s()
     if asked:
-        driver.group.record_leave_request(1, ("leave", 1), insists=True)
+        driver.group.rank_states.record_leave_request(1, ("leave", 1), insists=True)
     driver.group.record_disconnect(1, driver.now_s)
     driver.warn(6.0, "2")
     at_s = driver.now_s + 6.0
@@ -670,10 +656,10 @@ def test_a_rank_that_was_away_when_the_deadline_came_nearer_is_told_once_it_is_b
 def test_the_time_of_the_very_notice_by_which_the_ranks_leave_may_come_nearer_until_it_is_said_what_was_saved() -> None:
     driver, _ = leaving_in_20_s()
     for rank in range(driver.world):
-        driver.group.record_leave_request(rank, ("leave", rank))
+        driver.group.rank_states.record_leave_request(rank, ("leave", rank))
     driver.decide()
-    assert driver.group.all_gone
-    assert driver.group.heeds_notices
+    assert driver.group.facts.all_gone
+    assert driver.group.exit_report.heeds_notices
     driver.warn(6.0, exit_timing=ExitTiming.NOT_AGAIN)  # as whoever listens has it, since the job leaves by it
     at_s = driver.now_s + 6.0
     assert leave_by(driver) == [at_s]
@@ -683,7 +669,7 @@ def test_the_time_of_the_very_notice_by_which_the_ranks_leave_may_come_nearer_un
     (body,) = driver.outcomes()
     assert (body["how"], body["level"], body["left_s"]) == ("left", "local", OUTCOME_S)
     driver.commit()
-    assert not driver.group.heeds_notices, "all is said"
+    assert not driver.group.exit_report.heeds_notices, "all is said"
 
 
 def test_ranks_that_were_told_to_end_are_told_of_a_deadline_that_comes_nearer_as_well() -> None:
@@ -702,8 +688,8 @@ def test_ranks_that_were_told_to_end_are_told_of_a_deadline_that_comes_nearer_as
 def sent_away(driver: Warned, *ranks: int, why: str = "", committed: Version | None = None) -> None:
     """To an agent that has told nobody to leave."""
     for rank in ranks:
-        driver.group.record_exit_order(why, driver.now_s + 20.0, committed)
-        driver.group.record_leave_request(rank, ("leave", rank))
+        driver.group.exit_vote.record_exit_order(why, driver.now_s + 20.0, committed)
+        driver.group.rank_states.record_leave_request(rank, ("leave", rank))
         driver.decide()
 
 
@@ -734,10 +720,9 @@ def test_where_nothing_was_handed_over_it_says_what_is_in_the_store_as_the_ranks
 def test_ranks_that_a_former_agent_sent_away_name_the_notices_that_came_to_them_before_they_tell_them() -> None:
     driver = Warned()
     hold_snapshot(driver.group, 1, Version(7), False)
-    driver.group.record_exit_order("", driver.now_s + 20.0, None)
-    driver.group.record_exit_order("", driver.now_s + 20.0, None, ["signal SIGTERM"])
-    for rank in range(2):
-        driver.group.record_leave_request(rank, ("leave", rank))
+    driver.group.exit_vote.record_exit_order("", driver.now_s + 20.0, None)
+    driver.group.exit_vote.record_exit_order("", driver.now_s + 20.0, None, ["signal SIGTERM"])
+    driver.leave()
     driver.decide()
     driver.commit()
     (body,) = driver.outcomes()
@@ -758,26 +743,26 @@ def test_what_is_complete_is_committed_first_where_the_last_one_cannot_reach_the
     driver.now_s += 20.0
     driver.commit()
     if not is_begun:
-        driver.group.set_intervals(10_000.0, 10_000.0, driver.now_s)
+        driver.group.clock.set_intervals(10_000.0, 10_000.0, driver.now_s)
     driver.complete()  # its commit will take about twenty seconds, too
-    assert (driver.group.committing_slot is not None) is is_begun
+    assert (driver.slots.committing_slot is not None) is is_begun
     driver.warn(15.0)
-    older = driver.group.committing_slot
+    older = driver.slots.committing_slot
     assert older is not None
     word = driver.take()
     assert driver.hold(word) == {0: True, 1: True}
-    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
-    assert driver.group.committing_slot == older
+    assert driver.slots.committing_slot == older
     assert not giving_up(driver)
     driver.now_s += 5.0
     driver.commit()
-    assert driver.group.committing_slot == word.slot
+    assert driver.slots.committing_slot == word.slot
     driver.now_s += 9.0
     driver.decide()
     (body,) = driver.outcomes()
     assert (body["how"], body["level"], body["step"]) == ("left", "local", word.step)
-    assert body["committed_step"] == driver.group.committed_version.step  # type: ignore[union-attr]
+    assert body["committed_step"] == driver.group.facts.committed_version.step  # type: ignore[union-attr]
 
 
 def test_a_deadline_that_passes_while_the_machine_stays_is_reported_and_training_goes_on() -> None:
@@ -793,7 +778,7 @@ def test_a_deadline_that_passes_while_the_machine_stays_is_reported_and_training
     driver.stage(word.attempt_number, Version(word.step), word.slot, range(1, 2))
     assert driver.hold(word, range(1, 2))[1] is False, "who comes later goes on, too"
     assert len(driver.outcomes()) == 1
-    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     assert driver.word().kind is WordKind.TAKE
 
@@ -837,7 +822,7 @@ def test_they_end_at_once_too_when_one_left_by_an_exception_and_not_when_it_came
     for in_order in (True, False):
         driver = Warned()
         signalled(driver)
-        driver.group.record_leave_request(1, ("leave", 1), in_order)
+        driver.group.rank_states.record_leave_request(1, ("leave", 1), in_order)
         driver.decide()
         assert bool(driver.ends()) is not in_order
 
@@ -858,7 +843,7 @@ def test_ranks_that_live_are_waited_for_until_shortly_before_the_deadline(world:
     driver.now_s += 1.0
     driver.decide()
     assert driver.ends()[0]["wait_for_saves"]
-    driver.group.record_hold(0, driver.word().attempt_number if driver.word() else 1, ("rank-holds", 0))
+    driver.group.exit_vote.record_hold(0, driver.word().attempt_number if driver.word() else 1, ("rank-holds", 0))
     driver.decide()
     assert driver.answers("rank-holds")[0]["leave"] is True
 
@@ -932,7 +917,7 @@ def test_ranks_may_wait_in_a_save_for_its_turn_and_end_where_no_boundary_follows
     driver.save(Version(driver.steps[0] - 1, 1))
     first = driver.answers("save")[0]
     driver.stage(first["attempt"], Version(driver.steps[0] - 1, 1), first["slot"])
-    driver.group.record_assembly(first["slot"], first["attempt"], "")
+    driver.group.save_attempts.record_assembly(first["slot"], first["attempt"], "")
     driver.train(1.0)
     version = Version(driver.steps[0] - 1, 1)
     driver.save(version, why)
@@ -941,19 +926,19 @@ def test_ranks_may_wait_in_a_save_for_its_turn_and_end_where_no_boundary_follows
         driver.now_s += 5.0  # for as long as the one before is being committed, and then to take it
         driver.decide()
         assert not driver.ends()
-        if driver.group.committing_slot is not None:
+        if driver.slots.committing_slot is not None:
             driver.commit()
     answer = driver.answers("save")[0]
     assert answer["attempt"] != first["attempt"]
     driver.stage(answer["attempt"], version, answer["slot"])
-    driver.group.record_assembly(answer["slot"], answer["attempt"], "")
+    driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")
     driver.decide()
     driver.commit()
     driver.now_s += 20.0 - END_S
     driver.decide()
     assert bool(driver.ends()) is (why is SaveReason.SAVE), "which does not come"
     assert [body["how"] for body in driver.outcomes()] == ["ended" if why is SaveReason.SAVE else "left"]
-    assert driver.group.committed_version == version
+    assert driver.group.facts.committed_version == version
 
 
 def test_they_do_so_where_one_was_lost_for_long_which_is_not_to_have_come_to_its_end() -> None:
@@ -975,7 +960,7 @@ def test_they_do_not_while_they_train_on_and_no_slot_is_free_for_the_last_snapsh
     driver.save(Version(driver.steps[0] - 1, 1))
     answer = driver.answers("save")[0]
     driver.stage(answer["attempt"], Version(driver.steps[0] - 1, 1), answer["slot"])
-    driver.group.record_assembly(answer["slot"], answer["attempt"], "")  # and its commit takes long
+    driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")  # and its commit takes long
     driver.warn(30.0, "SIGTERM", source=SIGNAL_SOURCE)
     for _ in range(10):
         driver.train(1.0)
@@ -1003,9 +988,9 @@ def at_their_end(driver: Warned) -> Version:
     driver.save(version, SaveReason.EXIT)
     answer = driver.answers("save")[0]
     driver.stage(answer["attempt"], version, answer["slot"])
-    driver.group.record_assembly(answer["slot"], answer["attempt"], "")
+    driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")
     driver.decide()
-    assert driver.group.committing_slot == answer["slot"]
+    assert driver.slots.committing_slot == answer["slot"]
     return version
 
 
@@ -1069,10 +1054,10 @@ def test_a_rank_that_comes_back_is_told_again_to_end() -> None:
 def test_the_same_signal_at_another_rank_does_not_put_the_end_off() -> None:
     driver = Warned()
     signalled(driver)
-    first_s = driver.group.deadline_s(driver.now_s)
+    first_s = driver.group.preemption.deadline_s(driver.now_s)
     driver.now_s += 3.0
     signalled(driver)
-    assert driver.group.deadline_s(driver.now_s) == first_s
+    assert driver.group.preemption.deadline_s(driver.now_s) == first_s
 
 
 def test_a_save_that_all_ranks_wait_in_does_not_wait_for_a_later_hold() -> None:
@@ -1087,9 +1072,9 @@ def test_a_save_that_all_ranks_wait_in_does_not_wait_for_a_later_hold() -> None:
 def test_so_many_notices_are_remembered_and_no_more() -> None:
     driver = Warned()
     for number in range(2 * NOTICES_MAX):
-        driver.group.add_notice(StandingNotice("cloud", str(number), DAY_S + number, 0.0))
-    assert len(driver.group.notices) == NOTICES_MAX
-    assert ("cloud", "0") in driver.group.notices
+        driver.group.preemption.add_notice(StandingNotice("cloud", str(number), DAY_S + number, 0.0))
+    assert len(driver.group.preemption.notices) == NOTICES_MAX
+    assert ("cloud", "0") in driver.group.preemption.notices
 
 
 def test_what_all_of_many_nodes_hear_counts_for_all_of_them() -> None:
@@ -1106,8 +1091,8 @@ def test_what_all_of_many_nodes_hear_counts_for_all_of_them() -> None:
     tell(2 * DAY_S)
     tell(14.0)  # it was cut short
     driver.warn(14.0, "7", source="slurm")  # once more, as its listener begins anew
-    assert len(driver.group.notices) == NOTICES_MAX
-    assert driver.group.doomed_nodes == {"", *nodes}
+    assert len(driver.group.preemption.notices) == NOTICES_MAX
+    assert driver.group.preemption.doomed_nodes == {"", *nodes}
     word = driver.take()
     driver.hold(word)
     assert sorted(left_by(driver)) == sorted(("slurm", "7", node) for node in ("", *nodes))
@@ -1128,7 +1113,7 @@ def test_the_verdict_on_the_control_page_touches_neither_the_word_nor_a_rank() -
 def leaves_while_the_agent_of_rank_1_dies() -> Warned:
     driver, _ = leaving_in_20_s()
     for rank in range(driver.world):
-        driver.group.record_leave_request(rank, ("leave", rank))
+        driver.group.rank_states.record_leave_request(rank, ("leave", rank))
     driver.decide()
     driver.group.record_disconnect(1, driver.now_s)
     driver.commit("its part was not written")
@@ -1137,27 +1122,27 @@ def leaves_while_the_agent_of_rank_1_dies() -> Warned:
 
 def test_the_last_commit_is_tried_again_once_the_agent_that_was_missing_is_back() -> None:
     driver = leaves_while_the_agent_of_rank_1_dies()
-    assert driver.group.committing_slot is None
+    assert driver.slots.committing_slot is None
     assert not driver.answers("leave"), "it is not given up yet"
     driver.group.record_join(1)
     driver.decide()
     driver.commit()
-    driver.group.record_close()
+    driver.group.leave_requests.record_close()
     driver.decide()
     assert {body["error"] for body in driver.answers("leave").values()} == {None}
 
 
 def test_also_where_it_is_back_before_the_commit_that_began_without_it_has_failed() -> None:
     driver, _ = leaving_in_20_s()
-    driver.group.slots[driver.group.committing_slot or 0].attempt.is_last_try = True  # type: ignore[union-attr]
+    driver.slots[driver.slots.committing_slot or 0].attempt.is_last_try = True  # type: ignore[union-attr]
     for rank in range(driver.world):
-        driver.group.record_leave_request(rank, ("leave", rank))
+        driver.group.rank_states.record_leave_request(rank, ("leave", rank))
     driver.group.record_disconnect(1, driver.now_s)
     driver.decide()
     driver.group.record_join(1)
     driver.commit("its part was not written")
     driver.commit()
-    assert driver.group.committed_version is not None
+    assert driver.group.facts.committed_version is not None
 
 
 def test_but_not_longer_than_until_the_deadline() -> None:
@@ -1168,18 +1153,18 @@ def test_but_not_longer_than_until_the_deadline() -> None:
     assert wake_s <= driver.now_s
     driver.decide()
     driver.commit("its part was not written")
-    assert driver.group.committing_slot is None
+    assert driver.slots.committing_slot is None
     assert set(driver.answers("leave")) == {0}, "who is there is told that it failed"
     assert not driver.group.rank_states.summary.waiting_to_leave
 
 
 def test_it_is_not_waited_for_where_other_nodes_keep_what_it_has() -> None:
     driver, word = leaving_in_20_s()
-    driver.group.slots[word.slot].attempt.replication_state = WorkState.DONE  # type: ignore[union-attr]
-    driver.group.record_leave_request(1, ("leave", 1))
+    driver.slots[word.slot].attempt.replication_state = WorkState.DONE  # type: ignore[union-attr]
+    driver.group.rank_states.record_leave_request(1, ("leave", 1))
     driver.group.record_disconnect(1, driver.now_s)
     driver.commit("its part was not written")
-    assert driver.group.committing_slot is not None
+    assert driver.slots.committing_slot is not None
 
 
 def giving_up(driver: Warned) -> int:
@@ -1198,7 +1183,7 @@ def leaves_beside_a_commit(takes_s: float, since_s: float, lead_s: float, explic
         driver.save(Version(15, 1))
         answer = driver.answers("save")[0]
         driver.stage(answer["attempt"], Version(15, 1), answer["slot"])
-        driver.group.record_assembly(answer["slot"], answer["attempt"], "")
+        driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")
         driver.decide()
     else:
         driver.complete()
@@ -1206,7 +1191,7 @@ def leaves_beside_a_commit(takes_s: float, since_s: float, lead_s: float, explic
     signalled(driver, lead_s)
     word = driver.take()
     assert driver.hold(word) == {0: True, 1: True}
-    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     return driver
 
@@ -1228,7 +1213,7 @@ def test_a_commit_is_given_up_for_the_last_one_only_where_that_fits_alone_and_no
     takes_s: float, since_s: float, lead_s: float, gives_way: bool
 ) -> None:
     driver = leaves_beside_a_commit(takes_s, since_s, lead_s)
-    older, newest = driver.group.committing_slot, driver.group.newest
+    older, newest = driver.slots.committing_slot, driver.slots.newest
     assert older is not None
     assert newest is not None
     assert older != newest.slot
@@ -1241,7 +1226,7 @@ def test_a_commit_is_given_up_for_the_last_one_only_where_that_fits_alone_and_no
 
 def test_then_the_last_one_begins_and_who_waits_for_what_gave_way_is_told() -> None:
     driver = leaves_beside_a_commit(18.0, 1.0, 30.0, explicit=True)
-    newest = driver.group.newest
+    newest = driver.slots.newest
     assert newest is not None
     driver.commit("it was broken off")
     told = [
@@ -1249,7 +1234,7 @@ def test_then_the_last_one_begins_and_who_waits_for_what_gave_way_is_told() -> N
     ]
     (store,) = [body for body in told if body["level"] == "store"]
     assert not store["ok"]
-    assert driver.group.committing_slot == newest.slot, "at once"
+    assert driver.slots.committing_slot == newest.slot, "at once"
     driver.now_s += 18.0
     driver.commit()
     (body,) = driver.outcomes()
@@ -1258,23 +1243,23 @@ def test_then_the_last_one_begins_and_who_waits_for_what_gave_way_is_told() -> N
 
 def test_one_that_ended_before_it_could_be_broken_off_is_committed_like_any_other() -> None:
     driver = leaves_beside_a_commit(18.0, 1.0, 30.0)
-    newest = driver.group.newest
+    newest = driver.slots.newest
     assert newest is not None
     assert giving_up(driver)
     driver.commit()
     assert driver.levels("store")[str(Version(20))]
-    assert driver.group.committing_slot == newest.slot
+    assert driver.slots.committing_slot == newest.slot
 
 
 def test_a_last_one_that_fails_after_that_is_tried_again() -> None:
     driver = leaves_beside_a_commit(5.0, 1.0, 8.0)
-    newest = driver.group.newest
+    newest = driver.slots.newest
     assert newest is not None
     driver.commit("it was broken off")
     driver.commit("503")
     driver.now_s += 4.0
     driver.decide()
-    assert driver.group.committing_slot == newest.slot
+    assert driver.slots.committing_slot == newest.slot
 
 
 def test_a_save_that_waits_for_its_turn_is_committed_behind_the_last_one_that_would_come_too_late_else() -> None:
@@ -1288,43 +1273,42 @@ def test_a_save_that_waits_for_its_turn_is_committed_behind_the_last_one_that_wo
     driver.save(Version(25, 1))
     answer = driver.answers("save")[0]
     driver.stage(answer["attempt"], Version(25, 1), answer["slot"])
-    driver.group.record_assembly(answer["slot"], answer["attempt"], "")
+    driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")
     signalled(driver, 30.0)
     word = driver.take()
     driver.hold(word)
-    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
     assert not giving_up(driver), "it is all but done"
     driver.now_s += 3.0
     driver.commit()
-    assert driver.group.committing_slot == word.slot
+    assert driver.slots.committing_slot == word.slot
     driver.now_s += 18.0
     driver.commit()
-    assert driver.group.committing_slot == answer["slot"], "somebody waits for it"
+    assert driver.slots.committing_slot == answer["slot"], "somebody waits for it"
     driver.now_s += 18.0
     driver.commit()
-    assert driver.group.committed_version == Version(word.step), "which is the newest that is there"
+    assert driver.group.facts.committed_version == Version(word.step), "which is the newest that is there"
 
 
 @pytest.mark.parametrize(("lost", "level"), [("b", "local"), ("c", "peer")])
 def test_what_a_lost_agent_kept_is_not_said_to_be_in_the_memory_of_nodes_that_stay(lost: str, level: str) -> None:
     driver = Warned()
-    driver.group.is_replication_on = True
-    driver.group.placement = (Kept("", 1, ("b",)), Kept("b", 1, ("c",)), Kept("c", 1, ("b",)))
+    driver.place(Kept("", 1, ("b",)), Kept("b", 1, ("c",)), Kept("c", 1, ("b",)))
     driver.warn(20.0, exit_timing=ExitTiming.AT_ONCE)
     word = driver.take()
     driver.hold(word)
-    driver.group.record_assembly(word.slot, word.attempt_number, "")
+    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
     driver.decide()
-    driver.group.record_replication(word.slot, "", driver.now_s)
+    driver.replicas.record_replication(word.slot, "", driver.now_s)
     driver.decide()
-    driver.group.record_lost_holder(lost, driver.group.peer_versions)
+    driver.replicas.record_lost_holder(lost, driver.replicas.peer_versions)
     driver.now_s += 20.0 - OUTCOME_S
     driver.decide()
     (body,) = driver.outcomes()
     assert (body["level"], body["peer_step"]) == (level, word.step if level == "peer" else None)
-    assert driver.group.replicating_slot == word.slot, "they are made again"
-    driver.group.record_replication(word.slot, "", driver.now_s)
+    assert driver.replicas.replicating_slot == word.slot, "they are made again"
+    driver.replicas.record_replication(word.slot, "", driver.now_s)
     driver.decide()
     assert driver.outcomes()[-1]["level"] == "peer"
 
@@ -1336,12 +1320,12 @@ def test_what_is_found_to_be_safe_after_a_restart_is_said_to_outlive_as_many_nod
     """As many as were asked for, whichever these are. Nobody has room for copies any more, but for those that are
     there."""
     driver = Warned(3)
-    driver.group.is_survey_pending = True
+    driver.replicas.is_survey_pending = True
     hold_snapshot(driver.group, 1, Version(20), False)
     driver.train(3.0)
-    driver.group.record_survey(Version(20), [Kept(node, 1) for node in ("", "b", "c")], True)
-    driver.group.record_replication(1, "", driver.now_s)
-    driver.group.require_commit(Version(20), SaveReason.EXIT)
+    driver.replicas.record_survey(Version(20), [Kept(node, 1) for node in ("", "b", "c")], True)
+    driver.replicas.record_replication(1, "", driver.now_s)
+    driver.slots.require_commit(Version(20), SaveReason.EXIT)
     for node in going.split(" "):
         driver.warn(20.0, f"1 on node {node}", exit_timing=ExitTiming.AT_ONCE, nodes=frozenset({node}))
     driver.now_s += 20.0 - OUTCOME_S
@@ -1386,10 +1370,10 @@ def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long()
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is not None
     assert wake_s <= driver.now_s + 1.0
-    driver.evaluate(4 * driver.group.step_timing.boundary_interval_s)
+    driver.evaluate(4 * driver.group.facts.step_timing.boundary_interval_s)
     moved = driver.word()
     assert (moved.kind, moved.step) == (WordKind.HOLD, driver.steps[0] - 1)
-    assert driver.group.last_error == "", "nothing is lost"
+    assert driver.group.facts.last_error == "", "nothing is lost"
     assert not [action for action in driver.said if isinstance(action, do.Emit)]
     assert driver.polls < moved.sub <= driver.polls + 4
     for _ in range(20):
@@ -1403,7 +1387,7 @@ def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long()
 @pytest.mark.parametrize("one_page", [True, False])
 def test_a_poll_is_far_enough_ahead_of_ranks_that_were_seen_a_moment_ago(one_page: bool) -> None:
     driver = about_to_hold()
-    driver.group.is_single_node = one_page
+    driver.group.facts.is_single_node = one_page
     while not driver.word().sub:
         driver.evaluate(0.1, polls=4)
     unseen = driver.word().sub - driver.polls - 2
@@ -1412,7 +1396,7 @@ def test_a_poll_is_far_enough_ahead_of_ranks_that_were_seen_a_moment_ago(one_pag
 
 def test_polls_that_come_by_the_hundred_thousand_lead_to_none_that_cannot_be_told() -> None:
     driver = about_to_hold()
-    driver.group.is_single_node = False
+    driver.group.facts.is_single_node = False
     driver.evaluate(1.0, polls=SUB_MAX // 2 - 1)
     word = driver.word()
     assert ControlWord.unpack(word.pack()).sub == word.sub > driver.polls
@@ -1430,12 +1414,12 @@ def test_a_hold_stays_where_it_is_in_a_long_step_without_polls() -> None:
 
 def test_a_hold_at_a_poll_that_never_comes_is_at_the_end_of_a_step_again() -> None:
     driver = about_to_hold()
-    driver.evaluate(4 * driver.group.step_timing.boundary_interval_s)
+    driver.evaluate(4 * driver.group.facts.step_timing.boundary_interval_s)
     moved = driver.word()
     assert moved.sub
     driver.train(0.1)  # the evaluation is over
     for rank in range(2):
-        driver.group.record_miss(rank, moved.attempt_number, "late")
+        driver.group.save_attempts.record_miss(rank, moved.attempt_number, "late")
     driver.decide()
     assert driver.is_hold()
     assert (driver.word().sub, driver.word().step >= driver.steps[0]) == (0, True)
@@ -1461,7 +1445,7 @@ def test_a_hold_behind_a_save_does_not_wait_for_a_poll_as_if_that_had_been_one()
     driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
     word = driver.word()
     assert (word.kind, word.sub) == (WordKind.HOLD, 0)
-    driver.evaluate(4 * driver.group.step_timing.boundary_interval_s, polls=0)
+    driver.evaluate(4 * driver.group.facts.step_timing.boundary_interval_s, polls=0)
     assert driver.word() == word
     driver.evaluate(0.5)
     assert driver.word().sub > 0, "and this is one"
@@ -1470,8 +1454,8 @@ def test_a_hold_behind_a_save_does_not_wait_for_a_poll_as_if_that_had_been_one()
 def by_the_clock() -> Polling:
     """Saved once, and two seconds into the minute until it is due again."""
     driver = Polling(start_step=None)
-    driver.group.set_policy(Every(seconds=60.0), 0.0)
-    driver.group.record_start(0, 0.0)
+    driver.group.clock.set_policy(Every(seconds=60.0), 0.0)
+    driver.group.appointments.record_start(0, 0.0)
     driver.save_once()
     driver.train(2.0)
     return driver
@@ -1524,7 +1508,7 @@ def test_nothing_is_appointed_at_polls_of_a_step_once_it_was_said_that_they_are_
     moved = driver.word()
     assert moved.sub
     for rank in range(2):
-        driver.group.record_miss(rank, moved.attempt_number, MID_STEP)
+        driver.group.save_attempts.record_miss(rank, moved.attempt_number, MID_STEP)
     for _ in range(3):
         driver.evaluate(1.0)
         assert (driver.is_hold(), driver.word().sub) == (True, 0)
@@ -1540,13 +1524,13 @@ def test_who_polls_in_a_long_evaluation_leaves_no_earlier_than_he_has_to() -> No
     driver.train(2.0)
     driver.train(2.0)
     driver.warn(3600.0)
-    need_s = driver.group.lead_time_s
+    need_s = driver.lead_s
     for _ in range(600):
         driver.evaluate(1.0)
-    assert driver.group.lead_time_s < need_s + 3 * EXIT_SLACK * 1.1, "three polls, and not three such evaluations"
+    assert driver.lead_s < need_s + 3 * EXIT_SLACK * 1.1, "three polls, and not three such evaluations"
     for _ in range(60):
         driver.evaluate(1.0, polls=0)
-    assert driver.group.lead_time_s > need_s + 0.1, "a silent one may take any time"
+    assert driver.lead_s > need_s + 0.1, "a silent one may take any time"
 
 
 def in_an_evaluation(polls: int) -> Polling:
@@ -1557,7 +1541,7 @@ def in_an_evaluation(polls: int) -> Polling:
         driver.save(Version(driver.steps[0] - 1, step))
         granted = driver.answers("save")[0]
         driver.stage(granted["attempt"], Version(driver.steps[0] - 1, step), granted["slot"])
-        driver.group.record_assembly(granted["slot"], granted["attempt"], "")
+        driver.group.save_attempts.record_assembly(granted["slot"], granted["attempt"], "")
         driver.decide()
         if step == 1:
             driver.now_s += 20.0
@@ -1568,7 +1552,7 @@ def in_an_evaluation(polls: int) -> Polling:
     for number in range(60):
         driver.evaluate(1.0, polls=number < polls)
     driver.decide()
-    assert driver.group.newest_commit_state is WorkState.RUNNING
+    assert driver.slots.newest_commit_state is WorkState.RUNNING
     return driver
 
 
@@ -1585,7 +1569,7 @@ def test_a_hold_whose_notice_was_taken_back_does_not_stand_in_the_way_of_the_nex
     driver.save_once()
     driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
     before = driver.word()
-    driver.group.withdraw_notice("cloud", "1")
+    driver.group.preemption.withdraw_notice("cloud", "1")
     driver.decide()
     assert driver.word() == before, "ranks may be on their way to it"
     if not again:
@@ -1600,9 +1584,9 @@ def test_a_hold_whose_notice_was_taken_back_does_not_stand_in_the_way_of_the_nex
 def test_a_hold_is_appointed_again_under_the_ranks_new_division() -> None:
     driver = about_to_hold()
     before = driver.word()
-    driver.group.record_layout()
+    driver.arenas.record_layout()
     driver.decide()
-    driver.group.record_division(driver.world + 1, "e", (100, 100), 3)
+    driver.arenas.record_division(driver.world + 1, "e", (100, 100), 3)
     driver.make_ready()
     assert driver.is_hold()
     assert driver.word().attempt_number != before.attempt_number
@@ -1640,13 +1624,17 @@ class InTurns(Polling):
             self.seen.add(word.attempt_number)
             for rank in range(self.world):
                 if place is RankPlace.LATE or (self.polls and self.amid):
-                    self.group.record_miss(rank, word.attempt_number, "late" if place is RankPlace.LATE else MID_STEP)
+                    self.group.save_attempts.record_miss(
+                        rank, word.attempt_number, "late" if place is RankPlace.LATE else MID_STEP
+                    )
                 else:
-                    self.group.record_staging(rank, word.attempt_number, Version(*here), word.slot, "d", 0.0)
+                    self.group.save_attempts.record_staging(
+                        rank, word.attempt_number, Version(*here), word.slot, "d", 0.0
+                    )
             if place is RankPlace.DUE and not (self.polls and self.amid):
                 self.taken.append(Version(*here))
                 self.decide()
-                self.group.record_assembly(word.slot, word.attempt_number, "")
+                self.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
 
 
 @pytest.mark.parametrize("amid", [False, True])
@@ -1656,8 +1644,8 @@ def test_what_each_of_many_evaluations_has_too_few_polls_for_is_taken_at_the_end
     by: str, polls: int, amid: bool
 ) -> None:
     driver = InTurns(polls, amid)
-    driver.group.set_policy(Every(seconds=30.0) if by == "the clock" else Every(steps=1000), 0.0)
-    driver.group.record_start(0, 0.0)
+    driver.group.clock.set_policy(Every(seconds=30.0) if by == "the clock" else Every(steps=1000), 0.0)
+    driver.group.appointments.record_start(0, 0.0)
     driver.steps = [1, 1]
     for seconds in [1.0, 10.0] * 6:
         driver.turn(seconds)

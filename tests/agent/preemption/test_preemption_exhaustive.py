@@ -1,5 +1,5 @@
 """Leaving, explored without chance: every order of what two or three ranks, their agent and their launcher can do
-around one notice, with a bounded number of faults. What random schedules may miss (test_leaving_sim) is met here.
+around one notice, with a bounded number of faults. What random schedules may miss (test_preemption_sim) is met here.
 
 What can happen: a rank comes to a boundary; a message arrives, in the order of its connection, however late; the
 verdict reaches a rank; hashing ends; time passes; the notice is taken back. The faults: a message is lost or comes
@@ -29,8 +29,8 @@ import pytest
 import xxhash
 
 from ckpt.agent.job.scheduler import Scheduler
+from ckpt.agent.preemption.exit_vote import END_S
 from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
-from ckpt.agent.preemption.preemption import END_S
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.ipc.control_page import ControlWord, RankPlace, WordKind
@@ -104,8 +104,8 @@ def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False,
         made.at[rank] = made.ranks[rank].page = rank
     for rank in range(world):
         made.group.record_join(rank)
-        made.group.record_layout()
-    made.group.record_start(0, 0.0)
+        made.group.arenas.record_layout()
+    made.group.appointments.record_start(0, 0.0)
     decide(made)
     _tell(made)
     (word,) = made.words.values()
@@ -117,7 +117,7 @@ def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False,
 
 def _agent(world: int, first_attempt: int, nodes: bool) -> Scheduler:
     made = Scheduler(world, Every(steps=1000), first_attempt=first_attempt)
-    made.is_single_node = not nodes
+    made.facts.is_single_node = not nodes
     return made
 
 
@@ -225,11 +225,11 @@ def _deliver(w: World, number: int, message: Move) -> None:
     match message:
         case ("snapshot-staged", attempt, slot):
             assert rank.version is not None
-            group.record_staging(number, attempt, rank.version, slot, group.division, 0.0)
+            group.save_attempts.record_staging(number, attempt, rank.version, slot, group.arenas.division, 0.0)
         case ("snapshot-missed", attempt):
-            group.record_miss(number, attempt, "late")
+            group.save_attempts.record_miss(number, attempt, "late")
         case ("rank-holds", attempt, connection):
-            group.record_hold(number, attempt, ("rank-holds", number, attempt, connection))
+            group.exit_vote.record_hold(number, attempt, ("rank-holds", number, attempt, connection))
     decide(w)
 
 
@@ -256,7 +256,7 @@ def _acts(w: World, number: int, attempt: int, leave: bool) -> None:
     if leave:
         rank.phase = "left"
         if rank.connected:
-            w.group.record_leave_request(number, ("leave", number))
+            w.group.rank_states.record_leave_request(number, ("leave", number))
             decide(w)
     else:
         rank.phase = "trains"
@@ -301,12 +301,12 @@ def _check(w: World, number: int) -> None:
 
 def _rejoin(w: World, number: int) -> None:
     rank = w.ranks[number]
-    w.group.record_former_verdict(w.pages[rank.page] or rank.left_by)
+    w.group.exit_vote.record_former_verdict(w.pages[rank.page] or rank.left_by)
     if rank.page != w.at[number]:
         rank.left_by, rank.page, rank.seen = w.pages[rank.page] or rank.left_by, w.at[number], 0
     rank.connected = rank.shows = True
     w.group.record_join(number)
-    w.group.record_layout()
+    w.group.arenas.record_layout()
     if rank.phase == "holds":
         rank.to_agent.append(("rank-holds", rank.attempt_number, rank.connection))
     decide(w)
@@ -316,8 +316,8 @@ def _goes(w: World, number: int) -> None:
     """It leaves, and says so to the next agent: it joins, to be answered once what it staged is safe."""
     if w.group.rank_states[number].presence is Presence.HERE:
         _rejoin(w, number)
-        w.group.record_exit_order("", LEAD_S, None)
-        w.group.record_leave_request(number, ("leave", number))
+        w.group.exit_vote.record_exit_order("", LEAD_S, None)
+        w.group.rank_states.record_leave_request(number, ("leave", number))
         decide(w)
     w.ranks[number].connected = True
 
@@ -346,7 +346,7 @@ def _kill(w: World) -> None:
     """The agent. Who has left, or is dead, is unknown to the next one."""
     w.pages.append(0)
     w.group = _agent(len(w.ranks), 100 * len(w.pages), w.nodes)
-    w.group.record_agent_restart(w.now_s)
+    w.group.appointments.record_agent_restart(w.now_s)
     w.words, w.hashing, w.told = {}, None, False
     for number in range(len(w.ranks)):
         if number == 0 or not w.nodes:
@@ -360,19 +360,19 @@ def _hashed(w: World) -> None:
     assert w.hashing is not None
     slot, number = w.hashing
     w.hashing = None
-    w.group.record_assembly(slot, number, "")
+    w.group.save_attempts.record_assembly(slot, number, "")
     decide(w)
 
 
 def _tell(w: World) -> None:
     w.told = True
-    w.group.add_notice(StandingNotice(w.source, KEY, LEAD_S, w.now_s, exit_timing=ExitTiming.AT_ONCE))
+    w.group.preemption.add_notice(StandingNotice(w.source, KEY, LEAD_S, w.now_s, exit_timing=ExitTiming.AT_ONCE))
     decide(w)
 
 
 def _withdraw(w: World) -> None:
     w.stands = w.may_withdraw = False
-    w.group.withdraw_notice(w.source, KEY)
+    w.group.preemption.withdraw_notice(w.source, KEY)
     decide(w)
 
 
@@ -391,6 +391,7 @@ def decide(w: World) -> None:
     while found := w.group.decide(w.now_s, [rank.step if rank.shows else 0 for rank in w.ranks]):
         for action in found:
             _carry_out(w, action)
+    w.group.check()
 
 
 def _carry_out(w: World, action: do.Action) -> None:
@@ -402,17 +403,17 @@ def _carry_out(w: World, action: do.Action) -> None:
         case do.SetVerdict(number):
             _judged(w, number)
         case do.Divide(version):
-            group.record_division(version, "d", (1,) * len(ranks), 2)
+            group.arenas.record_division(version, "d", (1,) * len(ranks), 2)
         case do.MakeArenas(slot, sizes):
-            group.record_arenas(slot, sizes)
+            group.arenas.record_arenas(slot, sizes)
         case do.OfferSlot(slot):
             for number in range(len(ranks)):
-                group.record_warm_arena(number, slot, group.division)
+                group.arenas.record_warm_arena(number, slot, group.arenas.division)
         case do.Assemble(slot, number):
             assert {w.content[slot, rank] for rank in range(len(ranks))} == {number}
             w.hashing = slot, number
         case do.Commit(slot):
-            group.record_commit(slot, "", w.now_s)  # when it ends makes no difference to the verdict
+            group.commits.record_commit(slot, "", w.now_s)  # when it ends makes no difference to the verdict
         case do.AnswerRequest(("rank-holds", number, attempt, connection), body):
             if w.nodes and number:
                 w.to_node[number].append(("verdict", connection, attempt, body["leave"]))
@@ -432,7 +433,7 @@ def _carry_out(w: World, action: do.Action) -> None:
         case do.WriteOutcome(body):
             w.outcomes.append(body["how"])
         case do.Close():
-            group.record_close()
+            group.leave_requests.record_close()
 
 
 def _judged(w: World, number: int) -> None:
@@ -444,7 +445,7 @@ def _judged(w: World, number: int) -> None:
         assert all(rank.phase == "holds" and rank.attempt_number == number for rank in w.ranks), (
             "who does not hold leaves"
         )
-        (attempt,) = (each for each in w.group.attempts() if each.number == number)
+        (attempt,) = (each for each in w.group.slots.attempts() if each.number == number)
         assert len(attempt.staged_ranks) == len(w.ranks), "they leave by a step that is not staged"
         assert {w.content[attempt.slot, rank] for rank in range(len(w.ranks))} == {number}
 
@@ -499,29 +500,34 @@ def explore(start: World) -> tuple[Counter[str], int]:
 def state_of(w: World) -> bytes:
     """Equal for equal worlds. What pickle gives is not: there it counts, too, which of two equal values are one object,
     and of that there are up to five kinds for one state."""
-    return xxhash.xxh3_128_digest(marshal.dumps(_plain(w, ()), 2))
+    return xxhash.xxh3_128_digest(marshal.dumps(_plain(w, (), {}), 2))
 
 
-def _plain(value: Any, within: tuple[int, ...]) -> Any:
-    """Nested tuples of numbers and texts that say the same. `within`: what it is a part of; that is not said again."""
+def _plain(value: Any, within: tuple[int, ...], parts: dict[int, int]) -> Any:
+    """Nested tuples of numbers and texts that say the same. `within`: what it is a part of; that is not said again.
+    `parts`: the scheduler's parts that are said already; several others know each."""
     kind = type(value)
     if value is None or kind in (int, float, bool, str, bytes):
         return value
     if id(value) in within:
         return "within", within.index(id(value))
+    if id(value) in parts:
+        return "part", parts[id(value)]
     within = (*within, id(value))
     if kind in (list, tuple, deque):
-        return (kind.__name__, *(_plain(each, within) for each in value))
+        return (kind.__name__, *(_plain(each, within, parts) for each in value))
     if kind in (set, frozenset):
-        return "set", *sorted((_plain(each, within) for each in value), key=repr)
+        return "set", *sorted((_plain(each, within, parts) for each in value), key=repr)
     if kind is dict:
-        pairs = ((_plain(key, within), _plain(each, within)) for key, each in value.items())
+        pairs = ((_plain(key, within, parts), _plain(each, within, parts)) for key, each in value.items())
         return "dict", *sorted(pairs, key=repr)
     if isinstance(value, Enum):
         return str(value)
     if isinstance(value, MethodType):
-        return value.__qualname__, _plain(value.__self__, within)
-    return (kind.__name__, *(_plain(getattr(value, name, None), within) for name in _fields(kind, value)))
+        return value.__qualname__, _plain(value.__self__, within, parts)
+    if hasattr(value, "__dict__"):
+        parts[id(value)] = len(parts)
+    return (kind.__name__, *(_plain(getattr(value, name, None), within, parts) for name in _fields(kind, value)))
 
 
 _FIELDS: dict[type, tuple[str, ...]] = {}

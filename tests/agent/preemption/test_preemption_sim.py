@@ -2,9 +2,9 @@
 late; some when the ranks leave already, for an earlier time; ranks are signalled, because the machine goes or because a
 rank is dead; the agent dies and another takes over.
 
-What is added here to the faults of test_group_sim: whoever is told to leave is not alone, nobody stays past its bound,
-what was taken back makes nobody leave, and who leaves is told of the earliest deadline, before which what was saved is
-said. A schedule is one seed; `run(seed)` replays it.
+What is added here to the faults of test_scheduler_sim: whoever is told to leave is not alone, nobody stays past its
+bound, what was taken back makes nobody leave, and who leaves is told of the earliest deadline, before which what was
+saved is said. A schedule is one seed; `run(seed)` replays it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import WorkState
+from ckpt.agent.state.slots import WorkState
 from ckpt.ipc.notice_sources import SIGNAL_SOURCE
 from ckpt.placement.placement import Kept
 from ckpt.types import Version
@@ -38,7 +38,7 @@ class Noticed(Sim):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         if self.random.random() < 0.7:
-            self.group.placement = RING  # else who keeps what is not known, as with parity
+            self.group.replicas.placement = RING  # else who keeps what is not known, as with parity
         self.commit_s = self.random.choice((None, None, None, 0.5, 2.0, 6.0))
         self.standing: dict[tuple[str, str], StandingNotice] = {}  # what the machine's owner says
         self.signals: dict[int, tuple[float, float]] = {}  # rank -> (when, deadline)
@@ -66,7 +66,7 @@ class Noticed(Sim):
     @property
     def broken(self) -> bool:
         """Whether the job cannot go on as it was, so that each rank ends as it can."""
-        return self.hung or bool(self.group.superseded_by) or self.end_told
+        return self.hung or bool(self.group.facts.superseded_by) or self.end_told
 
     def notice(self, key: str) -> None:
         rng = self.random
@@ -87,7 +87,7 @@ class Noticed(Sim):
         if self.gone():
             return
         self.standing[told.source, told.key] = told
-        self.group.add_notice(told)
+        self.group.preemption.add_notice(told)
         self.decide()
 
     def notice_nearer(self) -> None:
@@ -110,7 +110,7 @@ class Noticed(Sim):
 
     def take_back(self, key: str) -> None:
         if self.standing.pop(("cloud", key), None) is not None:
-            self.group.withdraw_notice("cloud", key)
+            self.group.preemption.withdraw_notice("cloud", key)
             self.decide()
 
     def signal_all(self) -> None:
@@ -134,7 +134,7 @@ class Noticed(Sim):
 
     def hear_signal(self, rank: Rank, connection: int, deadline_s: float) -> None:
         if connection == rank.connection and rank.alive:
-            self.group.add_notice(
+            self.group.preemption.add_notice(
                 StandingNotice(SIGNAL_SOURCE, "SIGTERM", deadline_s, self.now_s, exit_timing=ExitTiming.AT_ONCE)
             )
             self.decide()
@@ -163,20 +163,20 @@ class Noticed(Sim):
     def decide(self) -> None:
         super().decide()
         if self.verdict and not (self.restarts or self.broken):
-            self.by_s = min(self.by_s, self.group.deadline_s(self.now_s) or math.inf)
+            self.by_s = min(self.by_s, self.group.preemption.deadline_s(self.now_s) or math.inf)
             assert self.told_by_s in (math.inf, self.by_s), "the ranks were told of another deadline than the earliest"
 
     # -- the agent's death, and the next one
 
     def kill_agent(self) -> None:
-        if self.closed or self.gone() or not self.faults or self.group.superseded_by:
+        if self.closed or self.gone() or not self.faults or self.group.facts.superseded_by:
             return
         self.restarts += 1
         self.completed, self.readers, self.commits, self.words = [], {}, 0, [{}, {}]
         self.sizes = {slot.number: slot.arena_bytes for slot in self.group.slots if slot.arena_bytes}
         verdict, self.verdict = self.verdict, 0
         self.group = Scheduler(self.world, self.policy, first_attempt=self.random.randrange(1, 1 << 20))
-        self.group.record_agent_restart(self.now_s)
+        self.group.appointments.record_agent_restart(self.now_s)
         self.wake_s = None
         for rank in self.ranks:
             rank.connection += 1
@@ -214,7 +214,7 @@ class Noticed(Sim):
     def deliver(self, rank: Rank, request: Any, what: str, arg: Any) -> None:
         is_heard = rank.alive and request[3] == rank.connection
         if is_heard and what == "leave" and rank.number in self.told:
-            self.group.record_exit_order("", self.now_s + LEAD_S, None)
+            self.group.exit_vote.record_exit_order("", self.now_s + LEAD_S, None)
         super().deliver(rank, request, what, arg)
 
     def rejoin(self, rank: Rank) -> None:
@@ -225,12 +225,12 @@ class Noticed(Sim):
             if all(member.has_joined for member in self.group.rank_states):
                 self.end_takeover()
             for told in self.standing.values():  # the listeners begin anew
-                self.group.add_notice(told)
+                self.group.preemption.add_notice(told)
             self.decide()
 
     def left_saved(self) -> bool:
         """Whether the newest that is whole in memory is in the store, or the store did not take it."""
-        if self.group.newest_commit_state in (None, WorkState.DONE, WorkState.FAILED):
+        if self.group.slots.newest_commit_state in (None, WorkState.DONE, WorkState.FAILED):
             return True
         return any(not rank.alive for rank in self.ranks)
 
@@ -245,7 +245,7 @@ class Noticed(Sim):
             return
         inherited: dict[int, Version] = {}
         for number, sizes in self.sizes.items():
-            self.group.record_arenas(number, sizes)
+            self.group.arenas.record_arenas(number, sizes)
             held = self.contents(number)
             if held[0] is not None and len(set(held)) == 1:
                 inherited[number] = Version.parse(held[0][1])
@@ -277,8 +277,8 @@ class Noticed(Sim):
 
     def do_SetVerdict(self, action: do.SetVerdict) -> None:
         super().do_SetVerdict(action)
-        live = [n for n in self.group.notices.values() if n.causes_exit and n.deadline_s > self.now_s]
-        assert live or self.group.is_lost_cause or self.end_told, "they leave though nothing stands to leave by"
+        live = [n for n in self.group.preemption.notices.values() if n.causes_exit and n.deadline_s > self.now_s]
+        assert live or self.group.facts.is_lost_cause or self.end_told, "they leave though nothing stands to leave by"
         if self.random.random() < 0.4:
             self.in_agent(self.random.uniform(0, 3), self.notice_nearer)
 
@@ -304,7 +304,7 @@ def run(seed: int) -> Noticed:
         assert len(verdicts) == 1 or sim.broken, f"round {number}: some leave, some go on"
     if not (sim.broken or sim.signals or sim.preempted or sim.verdict or sim.restarts):
         assert len(sim.completed) > before, "nothing became complete after the faults were over"
-        assert sim.group.committed_version == max(sim.completed), "the last one did not reach the store"
+        assert sim.group.facts.committed_version == max(sim.completed), "the last one did not reach the store"
     if sim.verdict and not sim.broken:
         assert not any(r.alive and not r.left for r in sim.ranks)
     if not sim.restarts:

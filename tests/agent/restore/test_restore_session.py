@@ -334,25 +334,6 @@ def test_what_the_agent_finds_damaged_in_the_folder_too_ends_the_fetch(loop: Loo
     assert "frame 3" in rank.outcome["message"]
 
 
-@pytest.mark.parametrize(("error", "kind"), [(TransientError("busy"), "storage"), (DamagedData("no"), "damaged")])
-def test_a_folder_whose_record_cannot_be_opened_ends_the_fetch_as_any_store(
-    error: Exception, kind: str, loop: Loop
-) -> None:
-    def fail() -> Any:
-        raise error
-
-    of_folder(loop, None).close()
-    loop.restore = open_session(
-        *(IDENTITY, manifest(10), 1, None, fail, loop.workers),
-        *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
-        folder="/store",
-    )
-    rank = reading(loop)
-    loop.restore.request(rank, [4])
-    loop.run(lambda: rank.outcome is not None)
-    assert rank.outcome["kind"] == kind
-
-
 def test_a_rank_that_is_gone_is_told_of_no_file(loop: Loop) -> None:
     restore = of_folder(loop, Filed(10))
     rank, other = reading(loop), reading(loop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,85 +13,85 @@ import pytest
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.runtime.memory_plan import WINDOW_BYTES, MemoryUse, slots_for
-from ckpt.agent.snapshots import local_share as ranks_module
+from ckpt.agent.snapshots import local_share
 from ckpt.agent.snapshots.local_share import LocalShare
-from ckpt.errors import AgentError
 from ckpt.ipc.arena import WARM_BYTES, YIELD_S_MAX
 from ckpt.policy.save_options import Every
 from tests.agent.nodes.staged import Turned, identity, staged
 
 
-def test_memory_that_is_made_and_snapshots_that_are_hashed_are_seen_to_move() -> None:
+@pytest.fixture
+def turned() -> Iterator[Turned]:
+    made = Turned()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def share(turned: Turned) -> Iterator[LocalShare]:
+    """Of a job of two ranks, both of them here."""
+    made = LocalShare(2, turned.workers, MemoryUse)
+    yield made
+    if not made.is_dropped:
+        made.drop()
+
+
+def test_memory_that_is_made_and_snapshots_that_are_hashed_are_seen_to_move(turned: Turned, share: LocalShare) -> None:
     """Else who has asked for them would give up what takes long (agent.moving)."""
-    turned = Turned()
-    ranks = LocalShare(2, turned.workers, MemoryUse)
     heard: list[object] = []
-    try:
-        ranks.make_arenas(0, {0: WARM_BYTES + 1, 1: 4096}, lambda sizes, error: heard.append(error))
-        turned.until(lambda: heard)
-        assert heard == [""]
-        assert ranks.progress.count >= 3, "a piece of memory each"
-        before = ranks.progress.count
-        ranks.arenas[1] = staged(identity(5), 2)
-        ranks.hash_snapshots(1, identity(5), lambda parts, error: heard.append(error))
-        turned.until(lambda: len(heard) == 2)
-        assert heard == ["", ""]
-        assert ranks.progress.count == before + 2, "each rank's"
-    finally:
-        ranks.drop()
-        turned.close()
+    share.make_arenas(0, {0: WARM_BYTES + 1, 1: 4096}, lambda sizes, error: heard.append(error))
+    turned.until(lambda: heard)
+    assert heard == [""]
+    assert share.progress.count >= 3, "a piece of memory each"
+    before = share.progress.count
+    share.arenas[1] = staged(identity(5), 2)
+    share.hash_snapshots(1, identity(5), lambda parts, error: heard.append(error))
+    turned.until(lambda: len(heard) == 2)
+    assert heard == ["", ""]
+    assert share.progress.count == before + 2, "each rank's"
 
 
-def test_memory_is_made_slowly_while_training_stands_still_for_a_copy() -> None:
+def test_memory_is_made_slowly_while_training_stands_still_for_a_copy(turned: Turned, share: LocalShare) -> None:
     """And not never: a rank that was killed in a copy does not take its word back."""
-    turned = Turned()
-    ranks = LocalShare(2, turned.workers, MemoryUse)
     heard: list[object] = []
-    try:
-        ranks.control_page.publish_copying(1, True)
-        began_s = time.monotonic()
-        ranks.make_arenas(0, {0: 3 * WARM_BYTES}, lambda sizes, error: heard.append(error))
-        turned.until(lambda: heard)
-        assert heard == [""]
-        assert time.monotonic() - began_s >= 3 * YIELD_S_MAX
-        ranks.control_page.publish_copying(1, False)
-        assert not ranks.control_page.has_copying_rank
-    finally:
-        ranks.drop()
-        turned.close()
+    share.control_page.publish_copying(1, True)
+    began_s = time.monotonic()
+    share.make_arenas(0, {0: 3 * WARM_BYTES}, lambda sizes, error: heard.append(error))
+    turned.until(lambda: heard)
+    assert heard == [""]
+    assert time.monotonic() - began_s >= 3 * YIELD_S_MAX
+    share.control_page.publish_copying(1, False)
+    assert not share.control_page.has_copying_rank
 
 
-def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(
+    monkeypatch: pytest.MonkeyPatch, turned: Turned, share: LocalShare
+) -> None:
     """The one that the slot had before, and that of a slot that is not in use any more: they are told just then."""
-    turned, told, free = Turned(), list[dict[str, object]](), [0, 0, 1 << 30]
-    ranks = LocalShare(1, turned.workers, MemoryUse)
-    heard: list[str] = []
+    told, free, heard = list[dict[str, object]](), [0, 0, 1 << 30], list[str]()
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: free.pop(0) if len(free) > 1 else free[0])
-    try:
-        ranks.peers[0] = cast(Peer, SimpleNamespace(send=told.append))
-        ranks.arenas[2] = staged(identity(5), 1)
-        ranks.close_arenas(2)
-        ranks.make_arenas(0, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
-        turned.until(lambda: heard)
-        assert (heard, list(ranks.arenas)) == ([""], [0])
-        assert told == [{"t": "close-arena", "slot": 2}, {"t": "close-arena", "slot": 0}]
-        monkeypatch.setattr(ranks_module, "RELEASE_TIMEOUT_S", 0.01)
-        free[:] = [1]
-        ranks.make_arenas(1, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
-        turned.until(lambda: len(heard) == 2)
-        assert heard[1] == "16 MiB of memory are missing for it"
-    finally:
-        told.clear()
-        ranks.drop()
-        assert told == [], "what they have they may bring to another agent"
-        turned.close()
+    share.peers[0] = cast(Peer, SimpleNamespace(send=told.append))
+    share.arenas[2] = staged(identity(5), 1)
+    share.close_arenas(2)
+    share.make_arenas(0, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+    turned.until(lambda: heard)
+    assert (heard, list(share.arenas)) == ([""], [0])
+    assert told == [{"t": "close-arena", "slot": 2}, {"t": "close-arena", "slot": 0}]
+    monkeypatch.setattr(local_share, "RELEASE_TIMEOUT_S", 0.01)
+    free[:] = [1]
+    share.make_arenas(1, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+    turned.until(lambda: len(heard) == 2)
+    assert heard[1] == "16 MiB of memory are missing for it"
+    told.clear()
+    share.drop()
+    assert told == [], "what they have they may bring to another agent"
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_goes(again: bool) -> None:
+def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_goes(
+    again: bool, turned: Turned, share: LocalShare
+) -> None:
     """As by a coordinator that was cut off, and does not know what has come of what it had asked for."""
-    turned = Turned()
-    ranks = LocalShare(1, turned.workers, MemoryUse)
     heard: list[str] = []
 
     def opened() -> int:
@@ -98,48 +99,39 @@ def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_
         return sum("memfd:ckpt-arena" in os.path.realpath(name) for name in names)
 
     before = opened()
-    try:
-        ranks.control_page.publish_copying(0, True)  # training stands still, and it waits
-        ranks.make_arenas(2, {0: 2 * WARM_BYTES}, lambda sizes, error: heard.append(error))
-        ranks.make_arenas(
-            2, {0: WARM_BYTES}, lambda sizes, error: heard.append(error)
-        ) if again else ranks.close_arenas(2)
-        ranks.control_page.publish_copying(0, False)
-        turned.until(lambda: len(heard) == 1 + again)
-        assert sorted(heard) == ["", "the slot was closed meanwhile"][not again :]
-        assert [arena.size_bytes for arena in ranks.all_arenas()] == [WARM_BYTES] * again
-    finally:
-        ranks.drop()
-        turned.close()
+    share.control_page.publish_copying(0, True)  # training stands still, and it waits
+    share.make_arenas(2, {0: 2 * WARM_BYTES}, lambda sizes, error: heard.append(error))
+    if again:
+        share.make_arenas(2, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+    else:
+        share.close_arenas(2)
+    share.control_page.publish_copying(0, False)
+    turned.until(lambda: len(heard) == 1 + again)
+    assert sorted(heard) == ["", "the slot was closed meanwhile"][not again :]
+    assert [arena.size_bytes for arena in share.all_arenas()] == [WARM_BYTES] * again
+    share.drop()
+    turned.close()
     assert opened() == before
 
 
-def test_a_slot_that_ranks_have_not_brought_to_a_new_agent_yet_is_not_read_and_that_is_an_answer() -> None:
+def test_a_slot_that_ranks_have_not_brought_to_a_new_agent_yet_is_not_read_and_that_is_an_answer(
+    share: LocalShare,
+) -> None:
     """Not a mistake of who asks: its word was on its way, or waited, while the agent before this one died."""
-    turned = Turned()
-    ranks = LocalShare(2, turned.workers, MemoryUse)
-    try:
-        with pytest.raises(AgentError, match="slot 1"):
-            ranks.hash_snapshots(1, identity(5), lambda parts, error: None)
-    finally:
-        ranks.drop()
-        turned.close()
+    heard: list[str] = []
+    share.hash_snapshots(1, identity(5), lambda parts, error: heard.append(error))
+    assert heard == ["there is nothing in slot 1 here"]
 
 
 @pytest.mark.parametrize("steps", [1, 10])
 def test_what_a_start_takes_for_a_while_leaves_the_slots_that_are_to_be_their_room(
-    steps: int, monkeypatch: pytest.MonkeyPatch
+    steps: int, monkeypatch: pytest.MonkeyPatch, share: LocalShare
 ) -> None:
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: 64 << 30)
-    turned, slots, plans = Turned(), slots_for(Every(steps=steps)), list[memory_plan.MemoryPlan | None]()
-    ranks = LocalShare(2, turned.workers, MemoryUse)
-    try:
-        ranks.plan_memory({0: 1 << 30}, slots, 8 << 30, lambda plan, error: plans.append(plan))
-        (plan,) = plans
-        assert plan is not None
-        assert plan.slots == slots
-        room_bytes = ranks.restore_budget_bytes(1 << 30, slots, 8 << 30)
-        assert room_bytes + plan.slots * plan.slot_bytes + WINDOW_BYTES == 8 << 30
-    finally:
-        ranks.drop()
-        turned.close()
+    slots, plans = slots_for(Every(steps=steps)), list[memory_plan.MemoryPlan | None]()
+    share.plan_memory({0: 1 << 30}, slots, 8 << 30, lambda plan, error: plans.append(plan))
+    (plan,) = plans
+    assert plan is not None
+    assert plan.slots == slots
+    room_bytes = share.restore_budget_bytes(1 << 30, slots, 8 << 30)
+    assert room_bytes + plan.slots * plan.slot_bytes + WINDOW_BYTES == 8 << 30

@@ -40,6 +40,19 @@ def test_what_is_the_ranks_own_or_of_another_shape_is_not_compared() -> None:
     assert comparing.find_differing(1, places, 1, said(b0=2, b1=2)) == []
 
 
+def test_a_longer_sample_of_one_box_is_compared_too_and_a_tensor_is_named_once() -> None:
+    comparing = ReplicaCheck()
+    for number, rank, name, digest, named in (
+        (1, 0, "a", b"x", []),
+        (1, 1, "a", b"y", ["a"]),
+        (1, 2, "a", b"z", []),
+        (1, 0, "b", b"x", []),
+        (2, 1, "b", b"y", []),
+    ):
+        assert comparing.find_differing(number, None, rank, None, [name, [0, 4], digest]) == named
+    assert comparing.differing == {"a"}
+
+
 @pytest.mark.parametrize("data", [b"123", said(b7=1)])
 def test_samples_that_cannot_be_are_refused(data: bytes) -> None:
     with pytest.raises(AgentError, match="sample"):

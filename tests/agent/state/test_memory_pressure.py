@@ -4,7 +4,6 @@ only complete checkpoint."""
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.job.job import Job
+from ckpt.agent.job.job_context import JobContext
 from ckpt.agent.job.scheduler import Scheduler
-from ckpt.agent.node.inventory_lease import InventoryLease
-from ckpt.agent.node.node_memory import NodeMemory
-from ckpt.agent.replication.replica_store import ReplicaStore
+from ckpt.agent.node.node_memory import MemoryRelief, NodeMemory
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state.memory_pressure import PERIOD_S, StartMemory, choose_evictions, missing_bytes
@@ -28,6 +25,7 @@ from ckpt.policy.save_options import Every
 from ckpt.types import Epoch, Identity, Version
 from tests.agent.job.test_scheduler import hold_snapshot
 from tests.agent.nodes.staged import close_arenas
+from tests.agent.parts import bare_context
 
 GIB = 1 << 30
 ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
@@ -95,49 +93,29 @@ class Former:
     def __init__(self, epoch: Epoch, complete: bool = True) -> None:
         self.epoch, self.is_idle, self.dropped = epoch, True, False
         self.local_share = SimpleNamespace(arena_bytes=GIB)
-        self.has_complete = complete
+        self.context = SimpleNamespace(has_complete=complete)
 
     def drop(self, leave_others: bool = False) -> None:
         self.dropped = True
 
 
-class Agent:
-    """What `_tend_memory` sees of an agent."""
+class Node:
+    """The memory of a node, and its relief. `begun`: the newest start that it has a part in."""
 
-    def __init__(self, former: list[Former], begun: NewestStart | None = None) -> None:
-        self.former_jobs = former
-        self.followed_jobs: list[Any] = []
-        self._workers = SimpleNamespace(close_arenas=close_arenas, free_bytes=lambda: memory_plan.free_bytes())
-        self.replicas = ReplicaStore(cast(Any, self._workers), lambda what: what())
-        self.inventory_lease = InventoryLease({}.__setitem__)
-        self.begun = begun
+    def __init__(self, former: list[Any], begun: NewestStart | None = None) -> None:
         self.told: list[Event] = []
-        self.current_job = None
-        self._last_relief_s = self._last_replan_s = -math.inf
-
-    def _jobs(self) -> list[Former]:
-        return self.former_jobs
-
-    def _retention_rule(self) -> NewestStart | None:
-        return self.begun
-
-    def _inventory(self, whole: bool) -> Inventory:
-        return self.replicas.inventory()
-
-    def _evict_superseded_replicas(self, missing: int) -> tuple[int, int]:
-        return NodeMemory._evict_superseded_replicas(cast(Any, self), missing)
-
-    def _drop_earlier_starts(self, missing: int) -> tuple[int, int]:
-        return NodeMemory._drop_earlier_starts(cast(Any, self), missing)
-
-    def _emit_event(self, event: Event) -> None:
-        self.told.append(event)
-
-    def _is_read_by_peers(self, identity: Identity) -> bool:
-        return NodeMemory._is_read_by_peers(cast(Any, self), identity)
+        workers = SimpleNamespace(close_arenas=close_arenas, free_bytes=lambda: memory_plan.free_bytes())
+        context = bare_context(workers=workers, emit_event=self.told.append)
+        self.jobs = context.jobs
+        self.jobs.former = former
+        self.memory = NodeMemory(context)
+        self.replicas = self.memory.replicas
+        self.begun = begun
+        self.memory.retention_rule = lambda: self.begun  # type: ignore[method-assign]
+        self.relief = MemoryRelief(context, self.memory, lambda which: False)
 
     def look(self, now_s: float) -> float | None:
-        return NodeMemory._relieve_memory_pressure(cast(Any, self), now_s)
+        return self.relief.relieve_pressure(now_s)
 
 
 def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and_says_so(
@@ -146,24 +124,24 @@ def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and
     free = [49 * GIB]
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
     monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
-    agent = Agent([Former(ONE), Former(TWO)])
+    agent = Node([Former(ONE), Former(TWO)])
     agent.replicas._spare_arenas.append(Arena.create(1 << 20))
     assert agent.look(100.0) == 100.0 + PERIOD_S
     assert len(agent.replicas._spare_arenas) == 1
     free[0] = GIB - (1 << 20)
     assert agent.look(101.0) == 100.0 + PERIOD_S, "not sooner than that"
     agent.look(110.0)
-    assert (agent.replicas._spare_arenas, len(agent.former_jobs)) == ([], 2)
-    old, new = agent.former_jobs
+    assert (agent.replicas._spare_arenas, len(agent.jobs.former)) == ([], 2)
+    old, new = agent.jobs.former
     free[0] = GIB // 2
     agent.look(120.0)
-    assert (agent.former_jobs, old.dropped, new.dropped) == ([new], True, False)
+    assert (agent.jobs.former, old.dropped, new.dropped) == ([new], True, False)
     free[0] = 0
     agent.look(130.0)
-    assert agent.former_jobs == [new], "the only complete one"
+    assert agent.jobs.former == [new], "the only complete one"
     assert [(event.name, event.loud) for event in agent.told] == [("memory.released", False), ("memory.released", True)]
     assert agent.told[-1].message.endswith(" are given back, 1 older checkpoint among them")
-    agent.former_jobs = []
+    agent.jobs.former = []
     assert agent.look(140.0) is None
 
 
@@ -174,10 +152,10 @@ def test_a_node_that_follows_gives_back_copies_of_earlier_starts_before_its_own_
     free = [GIB - 1]
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
     parent, older, failed = Identity(TWO, Version(9)), Identity(ONE, Version(5)), Identity(TWO, Version(12))
-    agent = Agent([], NewestStart(THREE, parent))
+    agent = Node([], NewestStart(THREE, parent))
     for epoch in (ONE, TWO, THREE):
         share = SimpleNamespace(arena_bytes=GIB // 2)
-        agent.followed_jobs.append(
+        agent.jobs.followed.append(
             SimpleNamespace(epoch=epoch, local_share=share, is_idle=epoch is not THREE, is_over=False)
         )
     for identity in (parent, older, failed, Identity(THREE, Version(13))):
@@ -187,23 +165,23 @@ def test_a_node_that_follows_gives_back_copies_of_earlier_starts_before_its_own_
     free[0] = GIB - (1 << 20) - 1
     agent.look(110.0)
     assert agent.replicas.identities == {parent, Identity(THREE, Version(13))}
-    assert [each.is_over for each in agent.followed_jobs] == [True, False, False]
+    assert [each.is_over for each in agent.jobs.followed] == [True, False, False]
     free[0] = 0
     agent.look(120.0)
     assert agent.replicas.identities == {parent, Identity(THREE, Version(13))}
-    assert [each.is_over for each in agent.followed_jobs] == [True, False, False]
+    assert [each.is_over for each in agent.jobs.followed] == [True, False, False]
     agent.replicas.close()
 
 
 def test_a_start_that_asks_what_lies_here_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: 0)
-    agent = Agent([], NewestStart(TWO, Identity(ONE, Version(9))))
+    agent = Node([], NewestStart(TWO, Identity(ONE, Version(9))))
     agent.replicas.add_rebuilt((Identity(ONE, Version(5)), 0), Arena.create(1 << 20))
-    agent.inventory_lease.take_lease("a", TWO)
+    agent.memory.inventory_lease.take_lease("a", TWO)
     agent.look(100.0)
     assert len(agent.replicas.identities) == 1
-    agent.inventory_lease.end_lease("a")
+    agent.memory.inventory_lease.end_lease("a")
     agent.look(110.0)
     assert not agent.replicas.identities
     agent.replicas.close()
@@ -211,33 +189,38 @@ def test_a_start_that_asks_what_lies_here_finds_it(monkeypatch: pytest.MonkeyPat
 
 def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store() -> None:
     group = Scheduler(2, Every(steps=1))
-    group.is_replication_on = True
+    group.replicas.is_replication_on = True
     job = SimpleNamespace(scheduler=group, checkpoints={0: object()}, nodes=("a", "b"))
-    complete = lambda: cast(Any, Job.has_complete).fget(job)  # noqa: E731
+    complete = lambda: cast(Any, JobContext.has_complete).fget(job)  # noqa: E731
     hold_snapshot(group, 0, Version(5), False)
     assert not complete(), "it is gone with one of them"
-    group.record_survey(Version(5), [Kept("", 1), Kept("b", 1)], True)
+    group.replicas.record_survey(Version(5), [Kept("", 1), Kept("b", 1)], True)
     assert complete()
-    group.record_lost_holder("b", group.peer_versions)
+    group.replicas.record_lost_holder("b", group.replicas.peer_versions)
     assert not complete()
-    group.committed_version = Version(5)
+    group.facts.committed_version = Version(5)
     assert complete()
-    job.nodes, group.committed_version = (), None
+    job.nodes, group.facts.committed_version = (), None
     assert complete()
 
 
 def test_a_node_keeps_its_part_of_what_is_safe_until_something_newer_is_though_the_job_went_on_from_newer() -> None:
     """That lies on one node each, and is gone with any of them."""
     parent, safe, older = (Identity(TWO, Version(step)) for step in (15, 10, 5))
-    agent = Agent([], NewestStart(THREE, parent, safe))
+    agent = Node([], NewestStart(THREE, parent, safe))
     left = [older, safe, parent]
 
     def give_back(outdated: Callable[[Identity], bool]) -> None:
         left[:] = [each for each in left if not outdated(each)]
 
-    before = SimpleNamespace(epoch=TWO, has_ranks=False, local_share=SimpleNamespace(free_outdated_slots=give_back))
-    agent.followed_jobs = [before, SimpleNamespace(epoch=THREE, local_share=SimpleNamespace(is_memory_short=True))]
-    NodeMemory._replan_cramped_job(cast(Any, agent), 100.0)
+    before = SimpleNamespace(
+        epoch=TWO, has_ranks=False, pending_commit=None, local_share=SimpleNamespace(free_outdated_slots=give_back)
+    )
+    agent.jobs.followed = [
+        before,
+        SimpleNamespace(epoch=THREE, pending_commit=None, local_share=SimpleNamespace(is_memory_short=True)),
+    ]
+    agent.relief.replan_cramped_job(100.0)
     assert left == [safe, parent]
 
 
@@ -248,20 +231,17 @@ def test_neither_for_want_of_room_nor_of_memory_does_what_is_safe_go_for_what_a_
     monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: 0)
     parent, safe, older = (Identity(TWO, Version(step)) for step in (15, 10, 5))
-    agent = Agent([])
+    agent = Node([])
     agent.replicas.announced_replicated = safe
-    agent.begun = NodeMemory._retention_rule_for(
-        cast(Any, agent), [cast(Any, SimpleNamespace(epoch=THREE, parent=parent))]
-    )
-    assert [NodeMemory._eviction_predicate(cast(Any, agent))(each) for each in (older, safe, parent)] == [
-        True,
-        False,
-        False,
-    ]
+    agent.jobs.current = cast(Any, SimpleNamespace(claim=SimpleNamespace(epoch=THREE, parent=parent)))
+    agent.memory.inventory = lambda whole: Inventory()  # type: ignore[method-assign]
+    agent.begun = NodeMemory.retention_rule(agent.memory)
+    assert [agent.memory.eviction_predicate()(each) for each in (older, safe, parent)] == [True, False, False]
+    agent.jobs.current = None
     for identity in (older, safe):
         agent.replicas.add_rebuilt((identity, 0), Arena.create(1 << 20))
     before = SimpleNamespace(epoch=TWO, local_share=SimpleNamespace(arena_bytes=GIB), is_idle=True, is_over=False)
-    agent.followed_jobs = [before]
+    agent.jobs.followed = [before]
     agent.look(100.0)
     assert (agent.replicas.identities, before.is_over) == ({safe}, False)
     agent.begun = NewestStart(THREE, Identity(ONE, Version(9)), safe)
@@ -273,13 +253,13 @@ def test_neither_for_want_of_room_nor_of_memory_does_what_is_safe_go_for_what_a_
 def test_a_job_that_a_newer_start_took_the_place_of_gives_its_memory_back_as_one_before_it_does() -> None:
     """It is the current one where another node coordinates the newer one."""
     given: list[Epoch] = []
-    agent = Agent([], NewestStart(THREE, Identity(TWO, Version(9))))
+    agent = Node([], NewestStart(THREE, Identity(TWO, Version(9))))
     jobs = [
         SimpleNamespace(epoch=epoch, free_outdated_slots=lambda _, epoch=epoch: given.append(epoch))
         for epoch in (ONE, TWO)
     ]
-    agent.former_jobs = cast(Any, jobs)
-    agent.followed_jobs = [SimpleNamespace(epoch=THREE, local_share=SimpleNamespace(is_memory_short=True))]
-    agent.current_job = None
-    NodeMemory._replan_cramped_job(cast(Any, agent), 100.0)
+    agent.jobs.former = cast(Any, jobs)
+    agent.jobs.followed = [SimpleNamespace(epoch=THREE, local_share=SimpleNamespace(is_memory_short=True))]
+    agent.jobs.current = None
+    agent.relief.replan_cramped_job(100.0)
     assert given == [ONE, TWO]

@@ -37,10 +37,12 @@ from ckpt.agent.job.memory_node_client import MemoryNodeClients
 from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import Frames
+from ckpt.agent.replication.replica_offers import ReplicaOffers
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.survey import SafeCheckpoint
+from ckpt.agent.runtime.coroutines import Promise
 from ckpt.agent.snapshots.described import (
     DescribedSnapshot,
     ParityChunk,
@@ -50,9 +52,9 @@ from ckpt.agent.snapshots.described import (
 )
 from ckpt.agent.snapshots.inventory import Inventory, Key
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.job_facts import SlotState
 from ckpt.agent.state.replica_state import NO_PEER_MEMORY
 from ckpt.agent.state.retention_rule import surviving_nodes
+from ckpt.agent.state.slots import SlotState
 from ckpt.errors import AgentError
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import PAGE, created_bytes
@@ -119,31 +121,33 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.agent.replication.replica_store.Arena", Cell)
 
 
+class Offers(ReplicaOffers):
+    async def publish(
+        self, transport: Any, which: Identity, arenas: Mapping[int, Any], *_: Any
+    ) -> list[DescribedSnapshot]:
+        return decode_described(description(*arenas))
+
+
 class Memory(ReplicaStore):
     """What one node's agent keeps for others. What goes for what its own code decides; how it comes the schedule."""
 
     def __init__(self, sim: Sim, name: str) -> None:
         super().__init__(cast(Any, SimpleNamespace(close_arenas=close_arenas)), lambda what: what())
         self.sim, self.name = sim, name
+        self.offers = Offers(cast(Any, None))
         self.parities = Parts(self)
 
-    def publish(self, transport: Any, which: Identity, arenas: Mapping[int, Any], then: Any, *_: Any) -> None:
-        then(decode_described(description(*arenas)), "")
-
-    def withdraw(self, *_: Any) -> None:
-        pass
-
-    def fetch_replicas(
-        self, transport: Any, which: Identity, source: str, _: Any, wanted: Sequence[DescribedSnapshot], then: Any
+    async def fetch_replicas(
+        self, transport: Any, which: Identity, source: str, _: Any, wanted: Sequence[DescribedSnapshot]
     ) -> None:
         (each,) = wanted  # each node has one rank
-        key = which, each.rank
+        key, come = (which, each.rank), Promise[None]()
 
         def ended(error: str) -> None:
             if not error:
                 self.add_rebuilt(key, cast(Any, Cell()))
             self.record_transfer(which, source, not error)
-            then(error)
+            come.set_outcome(None, error)
 
         if key in self.arenas_by_key:
             ended("")
@@ -151,6 +155,7 @@ class Memory(ReplicaStore):
             ended("no memory for a copy")
         else:
             self.sim.coming.append((self, key, (source,), ended))
+        await come
 
     def evict(self, goes: Callable[[Identity], bool]) -> None:
         super().evict(goes)
@@ -329,9 +334,11 @@ class Sim:
 
     def check(self) -> None:
         group = self.group
-        if group.replicated_version is not None and not group.is_survey_pending:
+        group.check()
+        if group.replicas.replicated_version is not None and not group.replicas.is_survey_pending:
             self.promise(
-                group.replicated_version, (name or TRAIN[0] for name in surviving_nodes(group._remaining_placement))
+                group.replicas.replicated_version,
+                (name or TRAIN[0] for name in surviving_nodes(group.replicas.remaining_placement)),
             )
         for name, version in self.outlive.items():
             assert self.is_had(version, name), (
@@ -340,11 +347,13 @@ class Sim:
 
     def rely(self) -> None:
         """On the copies of what is safe that are counted; what came of it by other attempts may go."""
-        safe, ranks = self.group.replicated_version, dict(zip(TRAIN, itertools.count()))
-        if safe is not None and all(each.holders or not each.losses_max for each in self.group.replicated_placement):
+        safe, ranks = self.group.replicas.replicated_version, dict(zip(TRAIN, itertools.count()))
+        if safe is not None and all(
+            each.holders or not each.losses_max for each in self.group.replicas.replicated_placement
+        ):
             counted = {
                 (h or TRAIN[0], ranks[each.node or TRAIN[0]])
-                for each in self.group.replicated_placement
+                for each in self.group.replicas.replicated_placement
                 for h in each.holders
             }
             every = ((name, key) for name, memory in self.memory.items() for key in memory.arenas_by_key)
@@ -364,7 +373,7 @@ class Sim:
 
     def begin_agent(self) -> None:
         group = self.group
-        group.is_replication_wanted = True
+        group.replicas.is_replication_wanted = True
         self.wires = Wires(self)
         network = cast(PeerNetwork, self.wires)
         self.lenders = MemoryNodeClients("url", lambda: network, self.later, lambda event: None, self.place)
@@ -379,7 +388,7 @@ class Sim:
             self.place_parity(can, self.option)
         else:
             self.place_copies(can, self.option)
-        self.group.is_replication_on, self.group.placement = (
+        self.group.replicas.is_replication_on, self.group.replicas.placement = (
             self.protection.has_holders,
             self.protection.holders_by_node,
         )
@@ -434,25 +443,25 @@ class Sim:
     def do(self, action: do.Action) -> None:
         match action:
             case do.Divide(version):
-                self.group.record_division(version, "d", (BYTES,) * len(TRAIN), self.group.slot_limit)
+                self.group.arenas.record_division(version, "d", (BYTES,) * len(TRAIN), self.group.arenas.slot_limit)
             case do.MakeArenas(slot, sizes):
-                self.group.record_arenas(slot, sizes)
+                self.group.arenas.record_arenas(slot, sizes)
             case do.OfferSlot(slot):
                 if slot in self.slots:
                     self.lose_inherited(slot)
                 for rank in range(len(TRAIN)):
-                    self.group.record_warm_arena(rank, slot, self.group.division)
+                    self.group.arenas.record_warm_arena(rank, slot, self.group.arenas.division)
             case do.ClearSlot(slot):
                 self.slots.pop(slot, None)
             case do.CloseArenas(slot) if slot in self.slots:
                 self.lose_inherited(slot)
-            case do.Replicate(slot, _, version):
+            case do.Replicate(slot, version):
                 self.replicate(slot, version)
             case do.DropReplicas():
                 self.totals["unkept"] += 1
                 self.memory[TRAIN[0]].evict_epoch(EPOCH)
                 for name in NODES[1:]:
-                    self.wires.notify(name, {"t": "forget-replicas"})
+                    self.wires.notify(name, {"t": "evict", "what": "epoch"})
             case do.NotifyRanks({"t": "checkpoint-level", "level": "peer", "ok": True, "version": text}):
                 version = Version.parse(text)
                 self.totals["told"] += 1
@@ -463,12 +472,12 @@ class Sim:
         group, replication_manager, which = self.group, self.protection, identity(version)
 
         def ended(error: str) -> bool:
-            why_not = group.record_replication(slot, error, self.driver.now_s)
+            why_not = group.replicas.record_replication(slot, error, self.driver.now_s)
             self.rely()
             self.totals["failed"] += bool(error)
             self.totals["partly"] += why_not == NO_PEER_MEMORY and not error
             self.check()
-            return group.can_drop_older(why_not)
+            return group.replicas.can_drop_older(why_not)
 
         def copied(error: str) -> bool:
             if not error:
@@ -488,23 +497,29 @@ class Sim:
             self.totals["found"] += newest is not None
             self.spare.clear()
             self.spare_parity.clear()
-            group.record_survey(newest.version if newest is not None else None, kept, found.fully_replicated == newest)
-            for name in surviving_nodes(group._remaining_placement) if newest is not None else ():
+            group.replicas.record_survey(
+                newest.version if newest is not None else None, kept, found.fully_replicated == newest
+            )
+            for name in surviving_nodes(group.replicas.remaining_placement) if newest is not None else ():
                 self.outlive[name or TRAIN[0]] = newest.version  # an older one maybe, that outlives other nodes besides
             self.replicate(slot, version)
 
-        if group.is_survey_pending and self.lenders.has_pending_nodes:
+        if group.replicas.is_survey_pending and self.lenders.has_pending_nodes:
             self.totals["awaited"] += 1
             self.later(AWAIT_S, lambda: self.replicate(slot, version))
             return
-        stays = group.retained_version if not group.is_survey_pending else group.replicated_version
+        stays = (
+            group.replicas.retained_version
+            if not group.replicas.is_survey_pending
+            else group.replicas.replicated_version
+        )
         safe = identity(stays) if stays is not None else None
-        if group.is_survey_pending:
+        if group.replicas.is_survey_pending:
             replication_manager.find_replicated(EPOCH, safe, map(identity, self.slots.values()), len(TRAIN), found_safe)
-        elif (why_not := group.why_not_replicated(version)) is not None:
+        elif (why_not := group.replicas.why_not_replicated(version)) is not None:
             ended(why_not)
         else:
-            replication_manager.replicate(which, safe, copied, group.retained_placement)
+            replication_manager.replicate(which, safe, copied, group.replicas.retained_placement)
 
     # -- the other agents
 
@@ -519,7 +534,7 @@ class Sim:
                 for version in self.slots.values() if name in TRAIN else ():
                     found.add_local_snapshots(identity(version), len(TRAIN), [TRAIN.index(name)])
                 reply([msgpack.packb(found.fields())])
-            case "publish-snapshots":
+            case "publish":
                 assert Identity.parse(fields["identity"]).version in self.slots.values()
                 reply([description(*fields["ranks"])])
             case "replicate":
@@ -529,9 +544,9 @@ class Sim:
                     reply((), str(exc))
 
     def told(self, name: str, fields: dict[str, Any]) -> None:
-        if fields["t"] == "replicated":
+        if fields.get("what") == "older":
             self.memory[name].evict_older_than(Identity.parse(fields["identity"]))
-        elif fields["t"] == "forget-replicas":
+        elif fields.get("what") == "epoch":
             self.memory[name].evict_epoch(EPOCH)
 
     def fail_coming(self, those: Callable[[Memory, Key | None, Collection[str]], bool]) -> None:
@@ -552,7 +567,7 @@ class Sim:
         self.driver.steps = [max(word.step, *self.driver.steps)] * len(TRAIN)
         self.driver.stage(word.attempt_number, version, word.slot)
         self.slots[word.slot] = version
-        self.group.record_assembly(word.slot, word.attempt_number, "")
+        self.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
         self.driver.steps = [step + 1 for step in self.driver.steps]
         self.totals["taken"] += 1
 
@@ -573,11 +588,11 @@ class Sim:
                 chosen[-1]("it could not be fetched" if not self.roomy and self.random.random() < 0.05 else "")
 
     def commit(self) -> None:
-        if self.group.committing_slot is not None:
+        if self.group.slots.committing_slot is not None:
             error = "the store is down" if self.random.random() < self.store_fails else ""
-            held = self.slots[self.group.committing_slot]
+            held = self.slots[self.group.slots.committing_slot]
             self.stored |= set() if error else {held}
-            self.group.record_commit(self.group.committing_slot, error, self.driver.now_s)
+            self.group.commits.record_commit(self.group.slots.committing_slot, error, self.driver.now_s)
 
     def empty(self, name: str) -> None:
         """Its agent is another one, that keeps nothing yet."""
@@ -592,7 +607,7 @@ class Sim:
     def lose_inherited(self, slot: int) -> None:
         """What a former agent has left there goes: something newer is safe, or there is no other slot."""
         assert self.group.slots[slot].state is SlotState.FREE, "it holds something"
-        is_needed = len(self.slots) >= self.group.slot_limit
+        is_needed = len(self.slots) >= self.group.arenas.slot_limit
         del self.slots[slot]
         if is_needed:
             self.outlive = {without: version for without, version in self.outlive.items() if self.has(version, without)}
@@ -616,9 +631,9 @@ class Sim:
         self.wires.cut.add(name)
         self.lenders.on_disconnect(name)
         safe = self.protection
-        lost = [each for each in self.group.peer_versions if safe.depends_on(name, identity(each))]
+        lost = [each for each in self.group.replicas.peer_versions if safe.depends_on(name, identity(each))]
         if lost:
-            self.group.record_lost_holder(name, lost)
+            self.group.replicas.record_lost_holder(name, lost)
         self.wires.end(name)
         if name in TRAIN:
             self.group.record_disconnect(TRAIN.index(name), self.driver.now_s)
@@ -645,10 +660,10 @@ class Sim:
 
     def resize(self) -> None:
         slots = self.random.randint(2, 4)
-        if slots < self.group.slot_limit:
-            self.group.limit_slots(slots, "the machine has no more memory")
+        if slots < self.group.arenas.slot_limit:
+            self.group.arenas.limit_slots(slots, "the machine has no more memory")
         else:
-            self.group.raise_slot_limit(slots)
+            self.group.arenas.raise_slot_limit(slots)
 
     def restart(self) -> None:
         """The coordinator's agent: the ranks there, and what they staged, live on."""
@@ -657,21 +672,21 @@ class Sim:
         for name in self.wires.waiting:
             self.wires.end(name)
         self.lenders.stop_borrowing()
-        group = self.driver.group = Scheduler(len(TRAIN), before.policy, first_attempt=self.random.randint(1000, 9000))
+        group = self.driver.group = Scheduler(len(TRAIN), before.clock.policy, self.random.randint(1000, 9000))
         self.driver.said, self.said = [], 0
         self.empty(TRAIN[0])
         self.begin_agent()
-        group.is_survey_pending = True
-        group.record_agent_restart(self.driver.now_s)
+        group.replicas.is_survey_pending = True
+        group.appointments.record_agent_restart(self.driver.now_s)
         self.driver.steps = [max(1, *self.driver.steps)] * len(TRAIN)
         for rank in range(len(TRAIN)):
             group.record_join(rank)
-            group.record_layout()
+            group.arenas.record_layout()
         for slot in self.slots:
-            group.record_arenas(slot, (BYTES,) * len(TRAIN))
+            group.arenas.record_arenas(slot, (BYTES,) * len(TRAIN))
         group.end_takeover(self.driver.now_s, self.slots)
         self.driver.decide()
-        group.record_division(len(TRAIN), "d", (BYTES,) * len(TRAIN), before.slot_limit)
+        group.arenas.record_division(len(TRAIN), "d", (BYTES,) * len(TRAIN), before.arenas.slot_limit)
         self.place()
 
     def happen(self) -> None:
@@ -688,7 +703,7 @@ class Sim:
         for _ in range(EVENTS):
             self.happen()
         self.gone = set()
-        self.group.raise_slot_limit(3)
+        self.group.arenas.raise_slot_limit(3)
         self.calm(self.goes_on)
         self.roomy, self.store_fails = True, 0.0
         self.place()
@@ -699,28 +714,28 @@ class Sim:
         for _ in range(CALM):
             if well() and self.totals["taken"] >= taken + CALM_TAKEN:
                 return
-            busy = self.wires.waiting or self.coming or self.group.committing_slot is not None
+            busy = self.wires.waiting or self.coming or self.group.slots.committing_slot is not None
             for what in (self.go_on, self.commit) if busy else (self.train,):
                 what()
             self.act()
             self.wait(0.0 if busy else 1.0)
             self.check()
-        safe, newest = self.group.replicated_version, self.group.newest
+        replicas, newest = self.group.replicas, self.group.slots.newest
         raise AssertionError(
-            f"{well.__name__} takes too long: {safe} is safe ({self.group.replicated_placement}), the newest is "
-            f"{newest}, and {self.totals['taken'] - taken} were taken"
+            f"{well.__name__} takes too long: {replicas.replicated_version} is safe "
+            f"({replicas.replicated_placement}), the newest is {newest}, and {self.totals['taken'] - taken} were taken"
         )
 
     def goes_on(self) -> bool:
         """Though not all have room, nor may the store take anything."""
-        return not self.group.is_survey_pending
+        return not self.group.replicas.is_survey_pending
 
     def is_well(self) -> bool:
-        newest = self.group.newest
+        newest = self.group.slots.newest
         version = newest.version if newest is not None else None
         safe = (
             version is not None
-            and version == self.group.replicated_version
+            and version == self.group.replicas.replicated_version
             and all(self.has(version, name) for name in NODES)
         )
         return safe and version in self.stored and not self.group.is_at_work and not self.wires.cut

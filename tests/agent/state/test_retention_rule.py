@@ -7,13 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.node.inventory_lease import InventoryLease
-from ckpt.agent.node.memory_node import MemoryNode
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state.retention_rule import NewestStart, remaining_placement, surviving_nodes
 from ckpt.placement.placement import Kept
 from ckpt.types import Epoch, Identity, Version
+from tests.agent.parts import bare_context
 
 ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
 
@@ -70,11 +69,11 @@ def begun_at(
     for identity, ranks in held.items():
         inventory.add_local_snapshots(identity, 2, ranks)
     has_part = SimpleNamespace(claim=SimpleNamespace(epoch=epoch, parent=parent))
-    node = SimpleNamespace(
-        _memory_lease=has_part, current_job=has_part, followed_jobs=[], inventory_lease=InventoryLease({}.__setitem__)
-    )
-    node.replicas, node._inventory = SimpleNamespace(announced_replicated=told_safe), lambda whole: inventory
-    node._retention_rule_for = lambda claims: NodeMemory._retention_rule_for(cast(Any, node), claims)
-    begun = (MemoryNode if lends else NodeMemory)._retention_rule(cast(Any, node))
+    context = bare_context()
+    context.jobs.current = None if lends else cast(Any, has_part)
+    memory = NodeMemory(context, cast(Any, has_part) if lends else None)
+    memory.replicas.announced_replicated = told_safe
+    memory.inventory = lambda whole: inventory  # type: ignore[method-assign]
+    begun = memory.retention_rule()
     assert begun is not None
     return begun

@@ -94,11 +94,17 @@ def made() -> Iterator[Made]:
     it.close()
 
 
-def test_a_slot_is_warm_once_its_arena_is_bound_for_the_plan_that_it_was_granted_for(made: Made) -> None:
+def ready(made: Made) -> RankSlot:
+    """Slot 0, which is warm."""
     made.slots.offer(ONE)
     made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
     made.slots.on_grant_arena(granted("a", made.arena))
     made.settle()
+    return made.slots.by_number[0]
+
+
+def test_a_slot_is_warm_once_its_arena_is_bound_for_the_plan_that_it_was_granted_for(made: Made) -> None:
+    ready(made)
     assert (made.bound, made.told) == (["a"], [("arena-warm", "a")])
     slot = made.slots.by_number[0]
     assert slot.plan is not None
@@ -136,10 +142,7 @@ def test_a_plan_for_a_structure_that_is_gone_makes_nothing_ready(made: Made) -> 
 
 @pytest.mark.parametrize("how", ["another offer", "no agent"])
 def test_what_was_warm_is_not_any_more(made: Made, how: str) -> None:
-    made.slots.offer(ONE)
-    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
-    made.slots.on_grant_arena(granted("a", made.arena))
-    made.settle()
+    ready(made)
     made.slots.offer(TWO) if how == "another offer" else made.slots.forget_plan()
     assert made.slots.by_number[0].plan is None
     made.slots.on_grant_arena(granted("a"))
@@ -168,22 +171,10 @@ def test_an_arena_that_cannot_be_made_ready_is_said_and_held_by_nobody(made: Mad
         raise RuntimeError("no memory can be page-locked")
 
     made.slots._bind = full
-    made.slots.offer(ONE)
-    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
-    made.slots.on_grant_arena(granted("a", made.arena))
-    made.settle()
+    ready(made)
     assert [event.name for event in made.seen] == ["arena.failed"]
     assert made.told == []
     assert made.slots.by_number[0].hold(made)
-
-
-def ready(made: Made) -> RankSlot:
-    """Slot 0, which is warm."""
-    made.slots.offer(ONE)
-    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
-    made.slots.on_grant_arena(granted("a", made.arena))
-    made.settle()
-    return made.slots.by_number[0]
 
 
 def test_a_slot_that_is_not_in_use_any_more_is_let_go_of_at_once(made: Made) -> None:

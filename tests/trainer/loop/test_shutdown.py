@@ -26,14 +26,14 @@ class Waits:
     """A link to an agent that answers a request to leave when the test says so. `asked`: by which threads."""
 
     end_order: EndOrder | None = None
-    agent_restarts = 0
+    agent = SimpleNamespace(restarts=0)
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.is_asked, self.answer = threading.Event(), threading.Event()
-        self.levels = SimpleNamespace(has_pending_versions=False)
+        self.levels = SimpleNamespace(has_pending_versions=False, newest=lambda level: None)
 
-    def leave_after_notice(self, *given: Any) -> Message:
+    def leave(self, outcome: str, timeout_s: float, **told: Any) -> Message:
         self.asked.append(threading.current_thread().name)
         self.is_asked.set()
         assert self.answer.wait(30)
@@ -62,7 +62,7 @@ def test_a_rank_that_leaves_already_is_not_ended_where_it_is(monkeypatch: pytest
     link = Waits()
     with Tasks("rank", pool_size=2) as tasks:
         shutdown = Shutdown(cast(Link, link), tasks, Events(), read_settings({}))
-        shutdown._must_leave = True
+        shutdown._restarts_at_hold = 0
         first: Any = tasks.submit(shutdown.finish_early, 20.0)
         assert link.is_asked.wait(30)
         second = tasks.submit(shutdown._end_as_ordered, EndOrder("", True, time.monotonic() + 20.0))
@@ -99,16 +99,14 @@ class Gone:
     """A link whose agent has died, and none comes back. `nodes`: how many the job is on."""
 
     end_order: EndOrder | None = None
-    is_rejoined, is_given_up, agent_restarts = False, True, 0
+    agent = SimpleNamespace(is_rejoined=False, is_given_up=True, restarts=0)
+    view = SimpleNamespace(leave_attempt=0)
 
     def __init__(self, nodes: int) -> None:
         self.terms = SimpleNamespace(nodes=[{"name": str(n)} for n in range(nodes)])
 
     def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> Message:
         raise AgentError("the agent is gone")
-
-    def has_leave_verdict(self, attempt: int) -> bool:
-        return False
 
 
 @pytest.mark.parametrize(("nodes", "leaves"), [(0, False), (1, False), (2, True)])
@@ -123,11 +121,11 @@ class Hears:
     """A link to an agent that answers at once. `heard`: what this rank told it of its signals."""
 
     end_order: EndOrder | None = None
-    agent_restarts = 0
 
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []
         self.told = threading.Event()
+        self.agent = SimpleNamespace(restarts=0)
 
     def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> Message:
         self.heard.append({"t": kind, **fields})
@@ -160,7 +158,7 @@ def test_a_clock_that_is_set_after_a_signal_came_does_not_move_its_deadline(
         link.told.clear()
         right_s = time.time
         monkeypatch.setattr(time, "time", lambda: right_s() + by_s)
-        link.agent_restarts += 1
+        link.agent.restarts += 1
         assert link.told.wait(30)
         shutdown.end_threads()
     first, again = link.heard

@@ -83,7 +83,7 @@ def test_weights_that_are_swapped_in_are_seen_until_they_are_swapped_back(swap: 
 def begun(state: dict[str, Any]) -> StepTracking:
     walk = StateWalker(state, coordinate_by_rank(0, 1)).walk()
     updates = StepTracking(state, lambda: walk, Events())
-    updates.weights.take_first_glance()
+    updates.weights.begin()
     return updates
 
 
@@ -161,7 +161,7 @@ def test_memory_that_a_boundary_freed_is_not_read() -> None:
 def test_what_is_looked_at_is_not_kept_alive() -> None:
     model = torch.nn.Linear(2, 2)
     weights = Weights(lambda: [model])
-    weights.take_first_glance()
+    weights.begin()
     gone = weakref.ref(model.weight)
     model.weight = torch.nn.Parameter(torch.zeros(2, 2))
     weights.note_step_end(False)
@@ -180,7 +180,7 @@ def test_parameters_of_other_kinds_are_passed_over() -> None:
     model.nowhere = torch.nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
     model.later = torch.nn.UninitializedParameter()
     weights = Weights(lambda: [model])
-    weights.take_first_glance()
+    weights.begin()
     assert not weights.are_swapped
     with torch.no_grad():
         model.bias.add_(1)

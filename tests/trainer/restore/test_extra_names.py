@@ -16,7 +16,6 @@ from ckpt.events import Events
 from ckpt.trainer.restore.restore import Overwritten, check_match
 from ckpt.trainer.state.state_walk import StateWalker
 from tests.trainer.restore.test_overwritten import OLDER, Threads, asked
-from tests.trainer.restore.test_restore_plan import on, save_on
 
 
 def model_of(*parts: str) -> dict[str, Any]:
@@ -72,8 +71,8 @@ def test_a_subtree_that_another_rank_has_a_part_of_is_not_taken_for_lacking() ->
         layer = lambda: nn.Linear(2, 2)  # noqa: E731
         return {"m": nn.ModuleDict({f"stage{rank}": nn.ModuleDict({f"l{n}": layer() for n in range(layers)})})}
 
-    saved = save_on(mesh, [stage(rank, 2) for rank in range(2)])
-    walkers = [StateWalker(stage(rank, 1), on(mesh, rank), False) for rank in range(2)]
+    saved = rt.save_on(mesh, [stage(rank, 2) for rank in range(2)])
+    walkers = [StateWalker(stage(rank, 1), rt.on(mesh, rank), False) for rank in range(2)]
     assert mismatch(walkers, saved) == (
         "only in the checkpoint: m.stage0.l1.*, 2 tensors; only in the checkpoint: m.stage1.l1.*, 2 tensors"
     )
@@ -89,6 +88,6 @@ def test_the_tensors_that_only_one_rank_could_restore_take_one_line() -> None:
             )
         }
 
-    saved = save_on(mesh, [experts(rank, "own", "more") for rank in range(2)])
-    walkers = [StateWalker(experts(rank, *("own", "more")[: 2 - rank]), on(mesh, rank), False) for rank in range(2)]
+    saved = rt.save_on(mesh, [experts(rank, "own", "more") for rank in range(2)])
+    walkers = [StateWalker(experts(rank, *("own", "more")[: 2 - rank]), rt.on(mesh, rank), False) for rank in range(2)]
     assert mismatch(walkers, saved) == "only in the checkpoint: m.more.*, 2 tensors of rank 1"

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR
 import tests.trainer.roundtrip as rt
 from ckpt.errors import UsageError
 from ckpt.trainer.state.state_walk import StateWalker
-from tests.trainer.restore.test_restore_plan import OPTIMIZERS, Delegating, Renaming, adam, job, on, save_on, train
+from tests.trainer.restore.test_restore_plan import OPTIMIZERS, Delegating, Renaming, adam, job, train
 
 
 def test_the_restored_optimizer_equals_what_torch_itself_would_load() -> None:
@@ -232,10 +232,10 @@ def test_what_only_one_side_adds_is_named() -> None:
 
 def test_ranks_that_add_different_values_get_their_own_and_another_mesh_those_of_the_first() -> None:
     states = [warm(steps=1), warm(steps=2)]
-    checkpoint = save_on({"dp": 2}, states)
+    checkpoint = rt.save_on({"dp": 2}, states)
     for rank, count in enumerate((1, 2)):
         other = warm()
-        targets = rt.plan(StateWalker(other, on({"dp": 2}, rank), False), checkpoint)
+        targets = rt.plan(StateWalker(other, rt.on({"dp": 2}, rank), False), checkpoint)
         rt.fill(targets, checkpoint)
         targets.install()
         assert other["optim"].count == count
@@ -346,11 +346,11 @@ def test_a_rank_that_has_another_module_than_before_gets_none_of_the_former_ones
         nets = {"0": None, "1": None} if none else {}
         return {"nets": {**nets, str(stage): model}, "optim": adam(model, steps)["optim"]}
 
-    checkpoint = save_on({"rank": 2}, [made(stage, 2) for stage in range(2)])
+    checkpoint = rt.save_on({"rank": 2}, [made(stage, 2) for stage in range(2)])
     for rank in range(2):
         for stage in range(2):
             state = made(stage, 0)
-            targets = rt.plan(StateWalker(state, on({"rank": 2}, rank), False), checkpoint, strict=False)
+            targets = rt.plan(StateWalker(state, rt.on({"rank": 2}, rank), False), checkpoint, strict=False)
             assert bool(targets.mismatch.missing) == (stage != rank)
             rt.fill(targets, checkpoint)
             targets.install()

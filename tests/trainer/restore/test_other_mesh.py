@@ -11,24 +11,8 @@ from torch import nn
 
 import tests.trainer.roundtrip as rt
 from ckpt.errors import UsageError
-from ckpt.trainer.restore.restore_plan import RestorePlan
 from ckpt.trainer.state.shard import Shard
 from ckpt.trainer.state.state_walk import StateWalker
-from tests.trainer.restore.test_restore_plan import on, save_on
-
-
-def planned(
-    state: dict[str, Any], checkpoint: rt.Checkpoint, mesh: dict[str, int], rank: int = 0, strict: bool = True
-) -> RestorePlan:
-    return rt.plan(StateWalker(state, on(mesh, rank), False), checkpoint, strict)
-
-
-def restored(state: dict[str, Any], checkpoint: rt.Checkpoint, mesh: dict[str, int], rank: int = 0) -> dict[str, Any]:
-    targets = planned(state, checkpoint, mesh, rank)
-    assert not targets.mismatch, str(targets.mismatch)
-    rt.fill(targets, checkpoint)
-    targets.install()
-    return state
 
 
 def experts(world: int, numel: int = 2000) -> list[dict[str, Any]]:
@@ -40,17 +24,17 @@ def experts(world: int, numel: int = 2000) -> list[dict[str, Any]]:
 def test_tensors_that_each_rank_has_of_its_own_are_named_on_another_number_of_ranks(
     world: int, now: int, numel: int
 ) -> None:
-    checkpoint = save_on({"rank": world}, experts(world, numel))
+    checkpoint = rt.save_on({"rank": world}, experts(world, numel))
     for rank in range(now):
         for strict in (True, False):
             state = {"expert": torch.zeros(numel), "same": torch.zeros(3)}
-            targets = planned(state, checkpoint, {"rank": now}, rank, strict)
+            targets = rt.planned(state, checkpoint, {"rank": now}, rank, strict)
             assert targets.mismatch.missing == ("expert",)
             assert "ranks of another mesh each have their own" in str(targets.mismatch)
             assert "rank=0, rank=1" in str(targets.mismatch)
             rt.fill(targets, checkpoint)
             assert (state["expert"].unique().tolist(), state["same"].tolist()) == ([0.0], [1.0] * 3)
-        without = planned({"same": torch.zeros(3)}, checkpoint, {"rank": now}, rank)
+        without = rt.planned({"same": torch.zeros(3)}, checkpoint, {"rank": now}, rank)
         assert without.extra_names == ("expert",)
 
 
@@ -62,16 +46,16 @@ def test_buffers_of_a_module_that_differ_are_those_of_the_first_rank_and_that_is
         torch.nn.init.constant_(made.running_mean, mean)
         return made
 
-    checkpoint = save_on({"rank": 4}, [{"m": norm(float(rank + 1))} for rank in range(4)])
+    checkpoint = rt.save_on({"rank": 4}, [{"m": norm(float(rank + 1))} for rank in range(4)])
     for rank in range(2):
         state = {"m": norm(0.0)}
-        assert planned(state, checkpoint, {"rank": 2}, rank).first_rank_paths == ("m.running_mean",)
-        assert restored(state, checkpoint, {"rank": 2}, rank)["m"].running_mean.tolist() == [1.0] * 3
+        assert rt.planned(state, checkpoint, {"rank": 2}, rank).first_rank_paths == ("m.running_mean",)
+        assert rt.restored(state, checkpoint, {"rank": 2}, rank)["m"].running_mean.tolist() == [1.0] * 3
     weights = [{"m": nn.utils.skip_init(nn.Linear, 2, 2)} for _ in range(4)]
     for rank, each in enumerate(weights):
         nn.init.constant_(each["m"].weight, rank)
         nn.init.zeros_(each["m"].bias)
-    named = planned({"m": nn.Linear(2, 2)}, save_on({"rank": 4}, weights), {"rank": 2})
+    named = rt.planned({"m": nn.Linear(2, 2)}, rt.save_on({"rank": 4}, weights), {"rank": 2})
     assert named.mismatch.missing == ("m.weight",), "parameters are not taken from one rank"
 
 
@@ -83,15 +67,15 @@ def test_so_are_those_of_a_module_with_hooks_and_parameters_are_not() -> None:
             nn.init.constant_(tensor, value if tensor is model[1].running_mean or tensor is module.bias else 1.0)
         return model
 
-    checkpoint = save_on({"rank": 2}, [{"m": made(float(rank + 1))} for rank in range(2)])
-    found = planned({"m": made(0.0)}, checkpoint, {"rank": 1})
+    checkpoint = rt.save_on({"rank": 2}, [{"m": made(float(rank + 1))} for rank in range(2)])
+    found = rt.planned({"m": made(0.0)}, checkpoint, {"rank": 1})
     assert found.first_rank_paths == ("m.1.running_mean",)
     assert found.mismatch.missing == ("m.0.bias",)
 
 
 def test_one_expert_of_many_that_differs_on_one_rank_only_is_named() -> None:
     states = experts(1) * 3 + experts(2)[1:]
-    found = planned(experts(1)[0], save_on({"rank": 4}, states), {"rank": 2})
+    found = rt.planned(experts(1)[0], rt.save_on({"rank": 4}, states), {"rank": 2})
     assert found.mismatch.missing == ("expert",)
 
 
@@ -112,14 +96,14 @@ def test_a_pipeline_goes_on_under_another_split_or_as_a_whole_on_as_many_ranks(
     now: tuple[list[int], list[int]], steps: int
 ) -> None:
     saved = [stage([0, 1], 0.5, steps), stage([2], 0.5, steps)]
-    checkpoint = save_on({"rank": 2}, saved)
+    checkpoint = rt.save_on({"rank": 2}, saved)
     wanted = {
         name: (parameter, each["optim"].state[parameter])
         for each in saved
         for name, parameter in each["model"].named_parameters()
     }
     for rank, layers in enumerate(now):
-        state = restored(stage(layers), checkpoint, {"rank": 2}, rank)
+        state = rt.restored(stage(layers), checkpoint, {"rank": 2}, rank)
         assert state["optim"].param_groups[0]["lr"] == 0.5
         for name, parameter in state["model"].named_parameters():
             theirs, moments = wanted[name]
@@ -131,28 +115,28 @@ def test_a_pipeline_goes_on_under_another_split_or_as_a_whole_on_as_many_ranks(
 
 def test_what_a_rank_saved_itself_comes_before_what_others_saved() -> None:
     states = [{**stage([rank], 0.5, 1), "seen": 100 + rank} for rank in range(3)]
-    checkpoint = save_on({"rank": 3}, states)
+    checkpoint = rt.save_on({"rank": 3}, states)
     for rank in range(3):
         for layers in ([rank], [0, 1, 2]):
             state = {**stage(layers), "seen": 0}
-            assert planned(state, checkpoint, {"rank": 3}, rank).first_rank_paths == ()
-            assert restored(state, checkpoint, {"rank": 3}, rank)["seen"] == 100 + rank
+            assert rt.planned(state, checkpoint, {"rank": 3}, rank).first_rank_paths == ()
+            assert rt.restored(state, checkpoint, {"rank": 3}, rank)["seen"] == 100 + rank
 
 
 def test_hyperparameters_that_differ_by_stage_stay_with_their_parameters_or_are_named() -> None:
-    checkpoint = save_on({"rank": 2}, [stage([0, 1], 0.5, 1), stage([2], 0.05, 1)])
+    checkpoint = rt.save_on({"rank": 2}, [stage([0, 1], 0.5, 1), stage([2], 0.05, 1)])
     for rank, layers in enumerate(([0], [1], [2], [2])):
-        state = restored(stage(layers), checkpoint, {"rank": 4}, rank)
+        state = rt.restored(stage(layers), checkpoint, {"rank": 4}, rank)
         assert state["optim"].param_groups[0]["lr"] == (0.05 if layers == [2] else 0.5)
     for world in (1, 2, 4):
-        found = planned(stage([0, 1, 2]), checkpoint, {"rank": world}).mismatch
+        found = rt.planned(stage([0, 1, 2]), checkpoint, {"rank": world}).mismatch
         assert found.reshaped == ("optim.param_groups.0",)
         assert "in the groups [0, 0], and with other hyper-parameters on other ranks" in str(found)
     layers, other = stage([0, 1]), stage([2])
     groups = [each["optim"].param_groups[0]["params"] for each in (layers, other)]
     both = nn.ModuleDict({**layers["model"], **other["model"]})
     optim = torch.optim.Adam([{"params": group} for group in (*groups, [])], lr=0.1)
-    restored({"model": both, "optim": optim}, checkpoint, {"rank": 1})
+    rt.restored({"model": both, "optim": optim}, checkpoint, {"rank": 1})
     assert [group["lr"] for group in optim.param_groups] == [0.5, 0.05, 0.1]
 
 
@@ -171,13 +155,15 @@ def test_groups_of_several_stages_are_joined_where_number_and_hyperparameters_ar
         groups = [[model[str(layer)].weight for layer in range(3)], [model[str(layer)].bias for layer in range(3)]]
         return {"model": model, "optim": torch.optim.SGD([{"params": group} for group in groups], lr=1.0)}
 
-    state = restored(whole(), save_on({"rank": 3}, stages([(0.5, 0.25)] * 3, True)), {"rank": 1})
+    state = rt.restored(whole(), rt.save_on({"rank": 3}, stages([(0.5, 0.25)] * 3, True)), {"rank": 1})
     assert [group["lr"] for group in state["optim"].param_groups] == [0.5, 0.25]
-    found = planned(whole(), save_on({"rank": 3}, stages([(0.5, 9.0), (0.5, 0.25), (0.5, 0.25)], True)), {"rank": 1})
+    found = rt.planned(
+        whole(), rt.save_on({"rank": 3}, stages([(0.5, 9.0), (0.5, 0.25), (0.5, 0.25)], True)), {"rank": 1}
+    )
     assert found.mismatch.reshaped == ("optim.param_groups.1",)
-    state, checkpoint = whole(), save_on({"rank": 3}, stages([(0.5, 9.0), (0.5, 0.25), (0.5, 0.25)], False))
+    state, checkpoint = whole(), rt.save_on({"rank": 3}, stages([(0.5, 9.0), (0.5, 0.25), (0.5, 0.25)], False))
     state["optim"].param_groups[1]["params"].pop(0)  # nobody had that one
-    state = restored(state, checkpoint, {"rank": 1})
+    state = rt.restored(state, checkpoint, {"rank": 1})
     assert [group["lr"] for group in state["optim"].param_groups] == [0.5, 0.25]
 
 
@@ -195,9 +181,9 @@ def test_of_hyperparameters_that_differ_on_one_parameter_the_first_ranks_are_tak
             state["optim"].step()
     state = stage([0])
     state["optim"] = kind(state["model"].parameters(), lr=9.0)
-    checkpoint = save_on({"rank": 3}, states)
-    assert planned(state, checkpoint, {"rank": 1}).first_rank_paths == ("optim.param_groups.0",)
-    assert restored(state, checkpoint, {"rank": 1})["optim"].param_groups[0]["lr"] == 0.5
+    checkpoint = rt.save_on({"rank": 3}, states)
+    assert rt.planned(state, checkpoint, {"rank": 1}).first_rank_paths == ("optim.param_groups.0",)
+    assert rt.restored(state, checkpoint, {"rank": 1})["optim"].param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("held", [("", "01"), ("0", "1"), ("1", "01"), ("01", "1")])
@@ -211,8 +197,8 @@ def test_optimizer_state_that_only_some_ranks_have_goes_onto_another_mesh(held: 
             optim.state[model[n]]["momentum_buffer"] = torch.full((3,), 1.0 + int(n))
         return {"model": model, "optim": optim}
 
-    checkpoint = save_on({"rank": 2}, [made(layers) for layers in held])
-    state = restored(made(""), checkpoint, {"rank": 1})
+    checkpoint = rt.save_on({"rank": 2}, [made(layers) for layers in held])
+    state = rt.restored(made(""), checkpoint, {"rank": 1})
     for n in "01":
         moments = state["optim"].state.get(state["model"][n])
         if n in held[0] + held[1]:
@@ -241,11 +227,11 @@ def test_stages_that_are_modules_of_their_own_go_onto_one_process_and_back() -> 
         return stepped({key: nn.Linear(2, 2) if key in held else nn.Identity() for key in "ab"}, steps)
 
     stages = [made("a", 1), made("b", 1)]
-    whole = restored(made("ab", 0), save_on({"rank": 2}, stages), {"rank": 1})
-    checkpoint = save_on({"rank": 1}, [whole])
+    whole = rt.restored(made("ab", 0), rt.save_on({"rank": 2}, stages), {"rank": 1})
+    checkpoint = rt.save_on({"rank": 1}, [whole])
     for rank, key in enumerate("ab"):
         theirs = moments(stages[rank], stages[rank][key].weight)
-        again = restored(made(key, 0), checkpoint, {"rank": 2}, rank)
+        again = rt.restored(made(key, 0), checkpoint, {"rank": 2}, rank)
         assert moments(whole, whole[key].weight) == moments(again, again[key].weight) == theirs
 
 
@@ -256,7 +242,7 @@ def test_a_module_more_or_less_in_the_state_leaves_optimizer_state_where_it_belo
 
     for before, now in (("", "ema"), ("ema", "")):
         saved, state = made(before, 1), made(now, 0)
-        targets = planned(state, rt.save(saved), {"rank": 1}, strict=False)
+        targets = rt.planned(state, rt.save(saved), {"rank": 1}, strict=False)
         assert {*targets.mismatch.missing, *targets.extra_names} <= {"ema", "ema.weight", "ema.bias"}
         rt.fill(targets, rt.save(saved))
         targets.install()
@@ -275,7 +261,7 @@ def test_a_parameter_that_is_declared_with_a_shard_before_its_module_has_the_nam
     saved["optim"].add_param_group({"params": [more]})
     with pytest.raises(UsageError, match=r"state\['optim'\] has two parameters of the name 'weight'"):
         rt.save({**saved, "weight": more})
-    assert not planned({**saved, "more": more}, rt.save({**saved, "more": more}), {"rank": 1}).mismatch
+    assert not rt.planned({**saved, "more": more}, rt.save({**saved, "more": more}), {"rank": 1}).mismatch
 
 
 class Tied(nn.Module):
@@ -292,7 +278,7 @@ class Tied(nn.Module):
 def test_a_tied_weight_goes_onto_stages_with_its_optimizer_state() -> None:
     whole = stepped({"model": Tied("embed", "head")}, 1)
     for rank, part in enumerate(("embed", "head")):
-        state = restored(stepped({"model": Tied(part)}, 0), save_on({"rank": 1}, [whole]), {"rank": 2}, rank)
+        state = rt.restored(stepped({"model": Tied(part)}, 0), rt.save_on({"rank": 1}, [whole]), {"rank": 2}, rank)
         (weight,) = state["model"].parameters()
         assert torch.equal(weight, whole["model"].embed.weight)
         assert moments(state, weight) == moments(whole, whole["model"].embed.weight)
@@ -305,13 +291,13 @@ def test_replicas_that_differed_once_and_are_equal_again_go_on_as_one(numel: int
         {"ones": torch.ones(numel), "other": torch.full((5,), float(rank)), "more": torch.arange(1000.0)}
         for rank in range(4)
     ]
-    ranks = [rt.save_rank(StateWalker(s, on({"rank": 4}, r), False), r, 4) for r, s in enumerate(states)]
+    ranks = [rt.save_rank(StateWalker(s, rt.on({"rank": 4}, r), False), r, 4) for r, s in enumerate(states)]
     checkpoint = rt.assemble_ranks(ranks, {"ones", "more"})
     owners = {spec.owner for spec in checkpoint.manifest.tensors if spec.name == "ones"}
     assert owners == {f"rank={rank}" for rank in range(4)}
     for mesh in ({"rank": 2}, {"rank": 1}, {"x": 3}):
         state = {"ones": torch.zeros(numel), "other": torch.zeros(5), "more": torch.zeros(1000)}
-        targets = planned(state, checkpoint, mesh)
+        targets = rt.planned(state, checkpoint, mesh)
         assert targets.mismatch.missing == ("other",)
         rt.fill(targets, checkpoint)
         assert state["ones"].unique().tolist() == [1.0]
@@ -320,21 +306,21 @@ def test_replicas_that_differed_once_and_are_equal_again_go_on_as_one(numel: int
 
 def test_values_that_differed_by_rank_are_named_where_the_first_ranks_are_taken() -> None:
     states = [{"seen": 100 + rank, "note": ("x", 1), "deep": {"a": [rank], "b": 2}} for rank in range(4)]
-    checkpoint = save_on({"rank": 4}, states)
+    checkpoint = rt.save_on({"rank": 4}, states)
     for rank in range(2):
         state: dict[str, Any] = {"seen": 0, "note": None, "deep": {"a": None, "b": None}}
-        found = planned(state, checkpoint, {"rank": 2}, rank)
+        found = rt.planned(state, checkpoint, {"rank": 2}, rank)
         assert found.first_rank_paths == ("deep", "seen")
-        assert restored(state, checkpoint, {"rank": 2}, rank)["seen"] == 100
-    assert planned({"note": None}, checkpoint, {"rank": 2}).first_rank_paths == ()  # what is not taken is not named
+        assert rt.restored(state, checkpoint, {"rank": 2}, rank)["seen"] == 100
+    assert rt.planned({"note": None}, checkpoint, {"rank": 2}).first_rank_paths == ()  # what is not taken is not named
     for rank in range(4):
-        found = planned({"seen": 0, "note": None, "deep": {}}, checkpoint, {"rank": 4}, rank)
+        found = rt.planned({"seen": 0, "note": None, "deep": {}}, checkpoint, {"rank": 4}, rank)
         assert found.first_rank_paths == ()
-        assert restored({"seen": 0, "note": None, "deep": {}}, checkpoint, {"rank": 4}, rank)["seen"] == 100 + rank
+        assert rt.restored({"seen": 0, "note": None, "deep": {}}, checkpoint, {"rank": 4}, rank)["seen"] == 100 + rank
 
 
 def test_what_got_another_name_on_each_rank_goes_wherever_that_name_is() -> None:
-    checkpoint = save_on({"rank": 2}, [{"experts": {f"e{rank}": torch.full((4,), rank + 1.0)}} for rank in range(2)])
+    checkpoint = rt.save_on({"rank": 2}, [{"experts": {f"e{rank}": torch.full((4,), rank + 1.0)}} for rank in range(2)])
     for mesh, rank, names in (
         ({"rank": 1}, 0, "01"),
         ({"rank": 3}, 1, "1"),
@@ -342,7 +328,7 @@ def test_what_got_another_name_on_each_rank_goes_wherever_that_name_is() -> None
         ({"rank": 2}, 1, "0"),
     ):
         held = {f"e{name}": torch.zeros(4) for name in names}
-        state = restored({"experts": held}, checkpoint, mesh, rank)
+        state = rt.restored({"experts": held}, checkpoint, mesh, rank)
         for name in names:
             assert state["experts"][f"e{name}"] is held[f"e{name}"]
             assert held[f"e{name}"].tolist() == [int(name) + 1.0] * 4
@@ -361,16 +347,16 @@ class Position:
 
 @pytest.mark.parametrize("holder", [0, 1])
 def test_an_object_that_one_rank_alone_has_is_found_where_the_others_have_none(holder: int) -> None:
-    checkpoint = save_on({"pp": 2}, [{"sched": Position(7) if rank == holder else None} for rank in range(2)])
-    targets = planned({"sched": Position(0)}, checkpoint, {"rank": 1})
+    checkpoint = rt.save_on({"pp": 2}, [{"sched": Position(7) if rank == holder else None} for rank in range(2)])
+    targets = rt.planned({"sched": Position(0)}, checkpoint, {"rank": 1})
     assert targets.first_rank_paths == ()
-    assert restored({"sched": Position(0)}, checkpoint, {"rank": 1})["sched"].at == 7
+    assert rt.restored({"sched": Position(0)}, checkpoint, {"rank": 1})["sched"].at == 7
     for rank in range(2):
-        there = restored({"sched": Position(0) if rank == holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
+        there = rt.restored({"sched": Position(0) if rank == holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
         assert (there.at if there is not None else None) == (7 if rank == holder else None)
-        moved = restored({"sched": Position(0) if rank != holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
+        moved = rt.restored({"sched": Position(0) if rank != holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
         assert (moved.at if moved is not None else None) == (7 if rank != holder else None)
-    nowhere = planned({"sched": None}, checkpoint, {"rank": 1})
+    nowhere = rt.planned({"sched": None}, checkpoint, {"rank": 1})
     assert nowhere.extra_names == ("sched",), "it is not dropped without a word"
 
 
@@ -383,12 +369,12 @@ class Loader(Position):
 
 
 def test_loaders_that_stood_elsewhere_on_ranks_that_count_as_one_are_a_difference() -> None:
-    apart = save_on({"dp": 2, "tp": 2}, [{"loader": Loader(rank)} for rank in range(4)])
-    alike = save_on({"dp": 2, "tp": 2}, [{"loader": Loader(rank // 2)} for rank in range(4)])
-    assert "count as one data-parallel rank" in str(planned({"loader": Loader(0)}, apart, {"rank": 2}).mismatch)
-    assert restored({"loader": Loader(9)}, alike, {"rank": 2}, 1)["loader"].at == 1
+    apart = rt.save_on({"dp": 2, "tp": 2}, [{"loader": Loader(rank)} for rank in range(4)])
+    alike = rt.save_on({"dp": 2, "tp": 2}, [{"loader": Loader(rank // 2)} for rank in range(4)])
+    assert "count as one data-parallel rank" in str(rt.planned({"loader": Loader(0)}, apart, {"rank": 2}).mismatch)
+    assert rt.restored({"loader": Loader(9)}, alike, {"rank": 2}, 1)["loader"].at == 1
 
 
 @pytest.mark.parametrize("axis", ["TP", "tensor_parallel", "Model_Parallel", "ulysses", "cp"])
 def test_ranks_along_an_axis_of_a_usual_name_share_their_data(axis: str) -> None:
-    assert [on({"dp": 2, axis: 2}, rank).data_rank for rank in range(4)] == [0, 0, 1, 1]
+    assert [rt.on({"dp": 2, axis: 2}, rank).data_rank for rank in range(4)] == [0, 0, 1, 1]

@@ -14,14 +14,13 @@ from torch import nn
 import tests.trainer.roundtrip as rt
 from ckpt.errors import StateMismatch
 from ckpt.events import Events
-from ckpt.layout.reshard import plan_cuts
 from ckpt.placement.placement import Replicas
 from ckpt.policy.save_options import Every, Keep, Limits
 from ckpt.trainer.link.options import UserOptions, make_options
+from ckpt.trainer.restore.fill import Filler
 from ckpt.trainer.restore.restore import Overwritten, check_match
 from ckpt.trainer.state.state_walk import StateWalker
 from ckpt.types import Epoch, Identity, Version
-from tests.trainer.restore.test_restore_plan import on, save_on
 
 WORLD = 2
 OLDER = Identity(Epoch(1, "0" * 16), Version(2))
@@ -47,11 +46,17 @@ def state(names: str, value: float) -> dict[str, Any]:
     return {name: torch.full((3000,), value) for name in names}
 
 
-def after_failing(live: dict[str, Any], newer: rt.Checkpoint, *frames: int) -> Overwritten:
-    """As it is after these frames of `newer` were copied, and others could not be had."""
+def after_failing(live: dict[str, Any], *tried: rt.Checkpoint, frames: int = 1) -> Overwritten:
+    """As it is after so many frames of each one that was tried had come, and the rest could not be had."""
     walker = rt.walker_of(live)
     overwritten = Overwritten(walker)
-    overwritten.add_candidate(newer.manifest, rt.plan(walker, newer, strict=False), frames)
+    for each in tried:
+        targets = rt.plan(walker, each, strict=False)
+        filler = Filler(each.manifest, targets.wants, targets.tensors)
+        overwritten.begin(targets, filler)
+        for frame in sorted(filler.frames)[:frames]:
+            filler(frame, memoryview(bytearray(each.frame(frame))))
+        overwritten.add_failed()
     return overwritten
 
 
@@ -60,17 +65,11 @@ def asked(strict: bool) -> UserOptions:
     return UserOptions("/run", {}, options, None, None, None, True, strict, True, False)
 
 
-def frames_of(checkpoint: rt.Checkpoint, name: str) -> list[int]:
-    live = state(name, 0.0)
-    wants = rt.plan(rt.walker_of(live), checkpoint, strict=False).wants
-    return [cut.frame for cut in plan_cuts(checkpoint.manifest, wants)]
-
-
 @pytest.mark.parametrize("strict", [True, False])
 def test_what_was_overwritten_on_one_rank_is_an_error_on_all(strict: bool) -> None:
     newer, older = rt.save(state("az", 3.0)), rt.save(state("z", 2.0))
     lives = [state("az", 0.0) for _ in range(WORLD)]
-    left = [after_failing(lives[0], newer), after_failing(lives[1], newer, *frames_of(newer, "a")[:1])]
+    left = [after_failing(lives[0], newer, frames=0), after_failing(lives[1], newer)]
     said, barrier = [b""] * WORLD, threading.Barrier(WORLD)
 
     def enter(rank: int) -> str:
@@ -89,12 +88,12 @@ def test_what_was_overwritten_on_one_rank_is_an_error_on_all(strict: bool) -> No
 @pytest.mark.parametrize("lost", [0, 1])
 def test_what_one_rank_saved_as_its_own_and_has_no_place_for_is_named_whatever_the_others_hold(lost: int) -> None:
     mesh = {"rank": WORLD}
-    saved = save_on(mesh, [{"m": nn.ParameterDict({"t": torch.full((3,), float(rank))})} for rank in range(WORLD)])
+    saved = rt.save_on(mesh, [{"m": nn.ParameterDict({"t": torch.full((3,), float(rank))})} for rank in range(WORLD)])
     said, barrier = [b""] * WORLD, threading.Barrier(WORLD)
 
     def enter(rank: int) -> str:
         held = nn.ParameterDict({} if rank == lost else {"t": torch.zeros(3)})
-        walker = StateWalker({"m": held}, on(mesh, rank), False)
+        walker = StateWalker({"m": held}, rt.on(mesh, rank), False)
         group, targets = Threads(rank, said, barrier), rt.plan(walker, saved)
         with pytest.raises(StateMismatch) as found:
             check_match(group, targets, asked(True), Events(), OLDER, Overwritten(walker))
@@ -106,21 +105,12 @@ def test_what_one_rank_saved_as_its_own_and_has_no_place_for_is_named_whatever_t
     assert f"only in the checkpoint: m.t of rank {lost}. " in first
 
 
-def test_only_tensors_of_which_a_frame_came_count_and_only_where_they_stay() -> None:
-    newer = rt.save(state("abz", 3.0))
-    live = state("abz", 0.0)
-    left = after_failing(live, newer, *frames_of(newer, "a"), frames_of(newer, "z")[-1])
-    assert left.names == ["a", "z"]
-    assert left.find_unfilled(rt.plan(rt.walker_of(live), rt.save(state("bz", 2.0)), strict=False)) == ["a"]
-    assert left.find_unfilled(rt.plan(rt.walker_of(live), rt.save(state("abz", 2.0)), strict=False)) == []
-
-
 def test_what_several_candidates_have_left_adds_up() -> None:
     newest, newer, older = rt.save(state("az", 3.0)), rt.save(state("bz", 2.0)), rt.save(state("z", 1.0))
     live = state("abz", 0.0)
-    left = after_failing(live, newest, *frames_of(newest, "a"))
-    left.add_candidate(newer.manifest, rt.plan(rt.walker_of(live), newer, strict=False), frames_of(newer, "b"))
+    left = after_failing(live, newest, newer)
     assert left.find_unfilled(rt.plan(rt.walker_of(live), older, strict=False)) == ["a", "b"]
+    assert left.find_unfilled(rt.plan(rt.walker_of(live), rt.save(state("abz", 2.0)), strict=False)) == []
 
 
 def test_tensors_that_were_made_for_a_candidate_do_not_count() -> None:
@@ -132,7 +122,7 @@ def test_tensors_that_were_made_for_a_candidate_do_not_count() -> None:
     newer = rt.save({"model": model, "optim": optim})
     fresh = torch.nn.Linear(60, 60)
     live = {"model": fresh, "optim": torch.optim.Adam(fresh.parameters())}
-    left = after_failing(live, newer, *range(len(newer.manifest.frames)))
+    left = after_failing(live, newer)
     assert left.names == ["model.bias", "model.weight"]
 
 
@@ -143,5 +133,5 @@ def test_state_of_an_optimizer_that_has_stepped_counts() -> None:
     optim.step()
     live = {"model": model, "optim": optim}
     newer = rt.save(live)
-    left = after_failing(live, newer, *range(len(newer.manifest.frames)))
+    left = after_failing(live, newer)
     assert "optim.state.weight.exp_avg" in left.names

@@ -19,10 +19,8 @@ from ckpt.format.manifest import RANK_VALUES, VALUES
 from ckpt.layout.reshard import Cut
 from ckpt.trainer.restore.fill import copy_cut
 from ckpt.trainer.restore.restore_plan import plan_targets
-from ckpt.trainer.state.mesh_coordinate import Axis, Coordinate
 from ckpt.trainer.state.saved_values import SharedValues, merge_shared
 from ckpt.trainer.state.shard import DTYPES, Shard
-from ckpt.trainer.state.state_walk import StateWalker
 
 
 class Net(nn.Module):
@@ -864,19 +862,6 @@ def test_an_object_of_another_kind_is_named() -> None:
 # ------------------------------------------------------------------------------------------------ per rank, per mesh
 
 
-def on(mesh: dict[str, int], index: int) -> Coordinate:
-    axes = []
-    for name, size in reversed(mesh.items()):
-        axes.append(Axis(name, index % size, size))
-        index //= size
-    return Coordinate(tuple(reversed(axes)))
-
-
-def save_on(mesh: dict[str, int], states: list[dict[str, Any]]) -> rt.Checkpoint:
-    walkers = [StateWalker(state, on(mesh, rank), False) for rank, state in enumerate(states)]
-    return rt.assemble_ranks([rt.save_rank(w, rank, len(states)) for rank, w in enumerate(walkers)])
-
-
 def test_an_object_gets_a_hand_made_shard_as_it_gave_it() -> None:
     class Table:
         def __init__(self, rank: int, world: int) -> None:
@@ -888,13 +873,11 @@ def test_an_object_gets_a_hand_made_shard_as_it_gave_it() -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.part = state["part"]
 
-    checkpoint = save_on({"rank": 2}, [{"table": Table(rank, 2)} for rank in range(2)])
+    checkpoint = rt.save_on({"rank": 2}, [{"table": Table(rank, 2)} for rank in range(2)])
     for rank in range(4):
         table = Table(rank, 4)
         before = table.part
-        targets = rt.plan(StateWalker({"table": table}, on({"rank": 4}, rank), False), checkpoint)
-        rt.fill(targets, checkpoint)
-        targets.install()
+        rt.restored({"table": table}, checkpoint, {"rank": 4}, rank)
         assert (table.part.global_shape, table.part.offset) == ((4, 2), (rank, 0))
         assert table.part.tensor.tolist() == [[float(rank // 2)] * 2]
         assert table.part.tensor is not before.tensor
@@ -902,24 +885,22 @@ def test_an_object_gets_a_hand_made_shard_as_it_gave_it() -> None:
 
 def test_equal_names_with_different_values_come_back_to_their_own_ranks() -> None:
     mesh = {"dp": 2, "ep": 2}
-    checkpoint = save_on(mesh, [{"t": torch.full((2000,), float(rank)), "same": torch.ones(3)} for rank in range(4)])
+    checkpoint = rt.save_on(mesh, [{"t": torch.full((2000,), float(rank)), "same": torch.ones(3)} for rank in range(4)])
     for rank in range(4):
         state = {"t": torch.zeros(2000), "same": torch.zeros(3)}
-        targets = rt.plan(StateWalker(state, on(mesh, rank), False), checkpoint)
+        targets = rt.planned(state, checkpoint, mesh, rank)
         assert not targets.mismatch
         rt.fill(targets, checkpoint)
         assert torch.equal(state["t"], torch.full((2000,), float(rank)))
-    elsewhere = rt.plan(
-        StateWalker({"t": torch.zeros(2000), "same": torch.zeros(3)}, on({"x": 3}, 0), False), checkpoint
-    )
+    elsewhere = rt.planned({"t": torch.zeros(2000), "same": torch.zeros(3)}, checkpoint, {"x": 3})
     assert elsewhere.mismatch.missing == ("t",)
     assert "ranks of another mesh each have their own" in str(elsewhere.mismatch)
     params = [nn.ParameterDict({"t": torch.full((3,), float(rank))}) for rank in range(4)]
-    checkpoint = save_on(mesh, [{"m": held} for held in params])
-    without = rt.plan(StateWalker({"m": nn.ParameterDict()}, on({"x": 3}, 0), False), checkpoint)
+    checkpoint = rt.save_on(mesh, [{"m": held} for held in params])
+    without = rt.planned({"m": nn.ParameterDict()}, checkpoint, {"x": 3}, 0)
     assert without.extra_names == ("m.t",)  # of another mesh nobody comes for it
     held = [nn.ParameterDict({"t": torch.full((3,), float(rank))} if rank else {}) for rank in range(4)]
-    there = rt.plan(StateWalker({"m": held[0]}, on(mesh, 0), False), save_on(mesh, [{"m": each} for each in held]))
+    there = rt.planned({"m": held[0]}, rt.save_on(mesh, [{"m": each} for each in held]), mesh)
     assert there.extra_names == ()  # what other ranks own is not missed here
 
 
@@ -933,9 +914,9 @@ def test_parts_of_a_sharded_tensor_that_ranks_hold_with_different_values_come_ba
             for rank in range(4)
         ]
 
-    checkpoint = save_on(mesh, states(True))
+    checkpoint = rt.save_on(mesh, states(True))
     for rank, state in enumerate(states(False)):
-        targets = rt.plan(StateWalker(state, on(mesh, rank), False), checkpoint)
+        targets = rt.planned(state, checkpoint, mesh, rank)
         assert not targets.mismatch, str(targets.mismatch)
         rt.fill(targets, checkpoint)
         assert torch.equal(state["t"].tensor, torch.full((2, 3), float(rank)))
@@ -956,14 +937,11 @@ def test_hand_made_shards_and_their_optimizer_state_restore_onto_another_number_
         shard = Shard(model.table, (6, 4), (rank * rows, 0))
         return {"model": model, "optim": optim, "shards": [shard]}
 
-    checkpoint = save_on({"x": 3}, [make(rank, 3, True) for rank in range(3)])
+    checkpoint = rt.save_on({"x": 3}, [make(rank, 3, True) for rank in range(3)])
     found = []
     for rank in range(2):
         state = make(rank, 2, False)
-        targets = rt.plan(StateWalker(state, on({"x": 2}, rank), False), checkpoint)
-        assert not targets.mismatch, str(targets.mismatch)
-        rt.fill(targets, checkpoint)
-        targets.install()
+        rt.restored(state, checkpoint, {"x": 2}, rank)
         found.append(state["optim"].state[state["model"].table]["exp_avg"])
     assert torch.equal(torch.cat(found), full.mul(0.1))
 
@@ -980,7 +958,7 @@ def test_pipeline_stages_restore_into_one_process_and_only_what_is_extra_on_all_
     for state in stages:
         sum(p.square().sum() for p in state["model"].parameters()).backward()  # type: ignore[union-attr]
         state["optim"].step()
-    checkpoint = save_on({"pp": 2}, stages)
+    checkpoint = rt.save_on({"pp": 2}, stages)
     one = stage({i: nn.Linear(2, 2) for i in range(3)}, 0.1)
     rt.restore(one, checkpoint)
     for i, layer in enumerate(layers):
@@ -988,7 +966,7 @@ def test_pipeline_stages_restore_into_one_process_and_only_what_is_extra_on_all_
         theirs = stages[i // 2]["optim"].state[layer.weight]
         assert torch.equal(mine.weight, layer.weight)
         assert torch.equal(one["optim"].state[mine.weight]["exp_avg_sq"], theirs["exp_avg_sq"])
-    again = [rt.plan(StateWalker(s, on({"pp": 2}, r), False), checkpoint) for r, s in enumerate(stages)]
+    again = [rt.planned(s, checkpoint, {"pp": 2}, r) for r, s in enumerate(stages)]
     assert not any(targets.mismatch for targets in again)
     assert not set(again[0].extra_names) & set(again[1].extra_names)
 
@@ -1016,11 +994,11 @@ class Elastic(Loader):
 
 
 def positions(kind: type[Loader], old: dict[str, int], new: dict[str, int], strict: bool = True) -> list[Any]:
-    checkpoint = save_on(old, [{"loader": kind(f"at {i}")} for i in range(_size(old))])
+    checkpoint = rt.save_on(old, [{"loader": kind(f"at {i}")} for i in range(_size(old))])
     found = []
     for rank in range(_size(new)):
         state = {"loader": kind("start")}
-        targets = rt.plan(StateWalker(state, on(new, rank), False), checkpoint, strict)
+        targets = rt.planned(state, checkpoint, new, rank, strict=strict)
         targets.install()
         found.append(state["loader"].position)
     return found
@@ -1042,20 +1020,20 @@ def test_loader_positions_follow_the_data_parallel_coordinate() -> None:
 def test_ranks_that_have_no_loader_or_generator_now_miss_none() -> None:
     """The loader of the first stage; None elsewhere."""
     saved = {"loader": Loader("at 7"), "dice": torch.Generator().manual_seed(3)}
-    checkpoint = save_on({"rank": 1}, [saved])
+    checkpoint = rt.save_on({"rank": 1}, [saved])
     extra = []
     for rank in range(2):
         state = {"loader": Loader(), "dice": torch.Generator()} if rank == 0 else {"loader": None, "dice": None}
-        targets = rt.plan(StateWalker(state, on({"pp": 2}, rank), False), checkpoint)
+        targets = rt.planned(state, checkpoint, {"pp": 2}, rank)
         assert not targets.mismatch, str(targets.mismatch)
         targets.install()
         assert rank or state["loader"].position == "at 7"
         extra.append(set(targets.extra_names))
     assert extra == [set(), {"loader", "dice"}]
-    again = save_on({"pp": 2}, [saved, {"loader": None, "dice": None}])
+    again = rt.save_on({"pp": 2}, [saved, {"loader": None, "dice": None}])
     nothing = {"loader": None, "dice": None}
     for rank, state in enumerate((nothing, {"loader": Loader(), "dice": torch.Generator()})):
-        targets = rt.plan(StateWalker(state, on({"pp": 2}, rank), False), again)
+        targets = rt.planned(state, again, {"pp": 2}, rank)
         assert targets.mismatch.missing == ((), ("dice", "loader"))[rank]
         assert set(targets.extra_names) == ({"loader", "dice"}, set())[rank]
     assert rt.restore(dict(nothing), rt.save(saved), strict=False).extra_names == ("dice", "loader")

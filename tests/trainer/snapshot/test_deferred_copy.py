@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, FunctionType
 
 import pytest
@@ -27,7 +28,7 @@ from ckpt.trainer.snapshot.deferred_copy import (
     TensorWatch,
     owns_any_storage,
 )
-from ckpt.trainer.snapshot.snapshot import Snapshot
+from ckpt.trainer.snapshot.pending_copy import Snapshot
 from ckpt.trainer.state.pieces import cut_pieces
 from ckpt.trainer.state.shard import storage_addresses
 from tests.trainer.kinds import WITHOUT_STORAGE
@@ -111,6 +112,18 @@ def prove(it: Rig, loop: Loop) -> None:
     assert not it.events
 
 
+@contextmanager
+def late(layers: int = 4) -> Iterator[tuple[Rig, Loop, Snapshot]]:
+    """The first snapshot that is copied late, of which nothing is copied yet."""
+    loop = Loop(layers)
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        assert snapshot.is_deferred
+        assert not snapshot.done.done()
+        yield it, loop, snapshot
+
+
 def test_no_snapshot_is_torn_while_training_runs_into_its_copy() -> None:
     loop = Loop()
     with rig(loop.state, copier=loop.copier) as it:
@@ -153,10 +166,7 @@ def test_gradient_accumulation_keeps_one_copy_open_over_all_micro_batches() -> N
 
 
 def test_buffers_and_averages_are_copied_at_the_boundary() -> None:
-    loop = Loop()
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
+    with late() as (it, loop, snapshot):
         for tensor in (*loop.buffers.values(), *loop.ema.values()):
             tensor.data.fill_(-1)
         stamps = it.stamps(snapshot.slot)
@@ -416,10 +426,7 @@ def test_an_edit_during_the_proof_makes_the_tensor_eager_and_costs_no_snapshot(e
 
 
 def test_averages_swapped_in_for_evaluation_abandon_that_snapshot_only() -> None:
-    loop = Loop(2)
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
+    with late(2) as (it, loop, snapshot):
         trained = {name: param.detach().clone() for name, param in loop.params.items()}
         with torch.no_grad():
             for name, param in loop.params.items():
@@ -446,10 +453,7 @@ def swapped(loop: Loop, during: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("end", ["step", "poll", "boundary"])
 def test_weights_swapped_and_back_while_they_are_copied_are_never_in_a_snapshot_that_counts(end: str) -> None:
-    loop = Loop(2)
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
+    with late(2) as (it, loop, snapshot):
         stamp = float(loop.step)
         swapped(loop, loop.copier.copy_some)
         {"step": loop.update, "poll": it.snapshotter.poll, "boundary": it.snapshotter.note_boundary}[end]()
@@ -693,10 +697,7 @@ def test_what_is_not_copied_yet_since_the_training_thread_helps_is_not_torn(monk
 
 
 def test_an_edit_and_back_of_what_the_spot_looks_at_is_seen_in_the_arena() -> None:
-    loop = Loop(1)
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
+    with late(1) as (it, loop, snapshot):
         loop.params["layer0"].data[77, 99] += 1  # between the canaries
         loop.copier.copy_some()
         loop.params["layer0"].data[77, 99] -= 1
@@ -773,10 +774,7 @@ def test_every_part_of_a_late_tensor_has_its_turn_to_be_compared_in_full() -> No
 
 
 def test_waiting_ends_the_copy_on_the_training_thread_and_waits_for_it_on_another() -> None:
-    loop = Loop()
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
+    with late() as (it, loop, snapshot):
         snapshot.wait()
         assert snapshot.done.done()
         (snapshot,) = loop.run(it)
@@ -839,10 +837,7 @@ def test_the_optimizers_of_all_threads_wait_for_the_copy_that_one_of_them_ends()
 
 
 def test_a_step_in_a_signal_handler_in_the_middle_of_the_wait_neither_hangs_nor_is_in_the_snapshot() -> None:
-    loop = Loop()
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
+    with late() as (it, loop, snapshot):
         loop.copier.on_fence = loop.optimizer.step
         loop.optimizer.step()
         assert snapshot.done.done()
@@ -865,13 +860,10 @@ class Idle(torch.optim.Optimizer):
 @pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested)")
 @pytest.mark.parametrize("kind", WITHOUT_STORAGE)
 def test_an_optimizer_of_tensors_without_storage_steps_as_if_nobody_looked(kind: str) -> None:
-    loop = Loop()
     tensor = WITHOUT_STORAGE[kind]()
     of_state, of_param = Idle([torch.nn.Parameter(torch.zeros(3))], {}), Idle(torch.nn.ParameterList([tensor]), {})
     of_state.state["kept"] = {"x": tensor}
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
+    with late() as (it, loop, snapshot):
         of_state.step()
         of_param.step()
         assert snapshot.is_deferred
@@ -885,10 +877,7 @@ def test_tensors_without_bytes_belong_to_nobody() -> None:
 
 
 def test_a_hook_while_capturing_or_compiling_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop()
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
+    with late() as (it, loop, snapshot):
         with monkeypatch.context() as patched:
             patched.setattr(torch.compiler, "is_compiling", lambda: True)
             loop.optimizer.step()
@@ -916,11 +905,8 @@ def test_the_hook_is_there_while_it_is_needed_and_gone_after_close_and_in_a_fork
 
 
 def test_closing_ends_the_copy_that_runs() -> None:
-    loop = Loop()
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
-        assert not snapshot.done.done()
+    with late() as (it, loop, snapshot):
+        pass
     assert snapshot.done.done()
     assert snapshot.abandon_reason is None
     assert set().union(*it.stamps(snapshot.slot).values()) == {float(loop.step)}
@@ -952,10 +938,7 @@ def test_a_late_copy_that_fails_costs_the_snapshot_and_not_the_training() -> Non
 
 @pytest.mark.parametrize("end", ["step", "fence", "poll", "note_boundary"])
 def test_a_wait_that_ctrl_c_ends_costs_the_snapshot_and_leaves_nobody_waiting(end: str) -> None:
-    loop = Loop()
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
+    with late() as (it, loop, snapshot):
         loop.copier.on_fence = interrupt
         with pytest.raises(KeyboardInterrupt):
             loop.optimizer.step() if end == "step" else getattr(it.snapshotter, end)()

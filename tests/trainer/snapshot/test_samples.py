@@ -16,7 +16,8 @@ from ckpt.trainer.link.slots import StateOffer, encode_hashes, mark_differing_ha
 from ckpt.trainer.snapshot import samples
 from ckpt.trainer.snapshot.samples import BOXES_MAX, LINE_ELEMENTS, Samples
 from ckpt.trainer.state.shard import DTYPES
-from ckpt.trainer.state.state_walk import Walk, hash_walk
+from ckpt.trainer.state.state_walk import Walk
+from ckpt.trainer.state.tensor_hashes import hash_replicas
 from ckpt.types import Box, Version
 
 
@@ -131,7 +132,7 @@ def test_little_is_read_of_a_large_tensor() -> None:
 
 def test_hashes_that_are_told_to_another_agent_say_what_differs_by_now() -> None:
     walk = walk_of({"a": torch.zeros(2), "b": torch.ones(2), "c": torch.ones(3)})
-    offer = StateOffer(walk.layout, encode_hashes(hash_walk(walk)), Version(1), 0)
+    offer = StateOffer(walk.layout, encode_hashes(hash_replicas(walk.tensors, walk.may_have_replicas)), Version(1), 0)
     before = np.frombuffer(offer.hashes, "<u8").reshape(-1, 2)
     after = [np.frombuffer(mark_differing_hashes(offer, {"b"}, rank), "<u8").reshape(-1, 2) for rank in (0, 1)]
     assert [before[n].tolist() == each[n].tolist() for each in after for n in range(3)] == [True, False, True] * 2

@@ -64,7 +64,6 @@ def odd_state(seed: int) -> dict[str, Tensor]:
         "tied.b": base,
         "tied.part": base[10:200],
         "odd_offset": noise((100_003,), "uint8", seed)[3:],
-        "conjugate": noise((200, 100), "complex64", seed).conj(),
     }
     return state
 

@@ -1,0 +1,178 @@
+"""The handlers of peers' messages about the snapshots and replicas here: what a node reads, keeps, writes and drops for
+others. The same on a node with ranks and on a memory-only node."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+
+from ckpt.agent.commit.distributed_write import write_part
+from ckpt.agent.commit.job_options import options_from
+from ckpt.agent.job.coordinator_link import answer_request
+from ckpt.agent.net.progress import Progress, ProgressReport
+from ckpt.agent.net.transport import Frames
+from ckpt.agent.node.dispatch import Permissions, Route, Sender, epoch_of
+from ckpt.agent.node.node_context import NodeContext
+from ckpt.agent.node.node_memory import START_READER, NodeMemory
+from ckpt.agent.runtime.workers import Lane, failure
+from ckpt.agent.snapshots.manifest_gather import encode_local_parts
+from ckpt.agent.snapshots.remote_share import WriteRequest
+from ckpt.errors import AgentError
+from ckpt.ipc.messages import Message
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.net.channel import Channel
+    from ckpt.store.packs import Written
+
+
+class SnapshotHandlers:
+    """Main thread only."""
+
+    def __init__(self, context: NodeContext, memory: NodeMemory, permissions: Permissions) -> None:
+        self._context, self._memory, self._permissions = context, memory, permissions
+        self._write_progress = Progress()  # of the parts that this node writes for commits of other nodes
+        self._writes: list[tuple[str, Identity, threading.Event]] = []  # these: who commits what; set to cancel
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("describe-snapshots", Sender.ANYONE, self._describe),
+            Route("write-frames", Sender.COORDINATOR_OR_SURVEYOR, self._write_frames),
+            Route("publish", Sender.COORDINATOR_OR_SURVEYOR, self._publish),
+            Route("withdraw", Sender.OWNER, self._withdraw),
+            Route("replicate", Sender.EVICTING_COORDINATOR, self.serve_request),
+            Route("evict", Sender.EVICTING_COORDINATOR, self._evict),
+        ]
+
+    def is_written(self, identity: Identity) -> bool:
+        """Whether this node writes a part of that checkpoint for another node's commit."""
+        return any(each == identity for _, each, _ in self._writes)
+
+    def send_inventory(self, channel: Channel, message: Message) -> None:
+        """Answers a survey with this node's inventory. With a lease it stays as listed until the outcome."""
+        channel.reply(int(message.fields["id"]), {}, [self.encode_inventory()])
+
+    def encode_inventory(self) -> bytes:
+        packed: bytes = msgpack.packb(self._memory.inventory(whole=True).fields())
+        return packed
+
+    # -- reading
+
+    def _describe(self, channel: Channel, message: Message) -> None:
+        """Answers with the declarations and hashes of the snapshots that are held here, without their data."""
+        fields = message.fields
+        request_id, world, sealed = int(fields["id"]), int(fields["world"]), bool(fields.get("sealed"))
+        identity, ranks = Identity.parse(str(fields["identity"])), [int(rank) for rank in fields["ranks"]]
+        # A dead coordinator may not have asked for hashes yet; its successor appoints nothing meanwhile.
+        hashed = not self._permissions.is_coordinator(channel.peer, identity.epoch)
+        arenas = self._memory.require_arenas(identity, ranks, hashed)
+
+        def read(done: Future[bytes]) -> None:
+            if error := failure(done):
+                channel.refuse(request_id, AgentError(error))
+            else:
+                sizes = [[rank, arena.size_bytes] for rank, arena in arenas.items()]
+                channel.reply(request_id, {"sizes": sizes}, [done.result()])
+
+        self._context.workers.run(Lane.FRONT, lambda: encode_local_parts(identity, world, arenas, sealed), read)
+
+    def _publish(self, channel: Channel, message: Message) -> None:
+        """Lets other nodes fetch snapshots or parity. With frames: those of one rank, which a start has described, are
+        served until its outcome; that is not answered."""
+        if not message.blobs:
+            self.serve_request(channel, message)
+            return
+        (rank,) = [int(rank) for rank in message.fields["ranks"]]
+        identity = Identity.parse(str(message.fields["identity"]))
+        arena = self._memory.arenas_of(identity).get(rank)
+        frames = Frames.decode(message.blobs[0], arena.size_bytes if arena is not None else 0)
+        self._memory.serve_frames(identity, rank, frames, _reader_name(channel, {"reader": START_READER}))
+
+    def _withdraw(self, channel: Channel, message: Message) -> None:
+        """That agent needs something of a checkpoint no more: the part of its commit, or what a reader fetches."""
+        identity = Identity.parse(str(message.fields["identity"]))
+        if message.fields.get("writes"):
+            for _, _, cancel in [each for each in self._writes if each[:2] == (channel.peer, identity)]:
+                cancel.set()
+        else:
+            self._memory.replica_service.withdraw(identity, _reader_name(channel, message.fields))
+
+    # -- replicas
+
+    def serve_request(self, channel: Channel, message: Message) -> None:
+        """A peer asks for this node's work on replicas; see ReplicaService."""
+        request_id, replicas = int(message.fields["id"]), self._memory.replicas
+        moving = ProgressReport(channel, request_id, replicas.progress, self._context.server.call_later)
+
+        def done(blobs: list[bytes], error: str) -> None:
+            moving.end()
+            if message.kind == "replicate":
+                error = error or self._late_refusal(channel.peer, message.fields)
+            answer_request(channel, request_id, {}, error, blobs)
+
+        try:
+            fields = {**message.fields, "reader": _reader_name(channel, message.fields)}
+            self._memory.replica_service.serve_request(fields, message.blobs, done)
+        except BaseException:
+            moving.end()  # the request is refused
+            raise
+
+    def _late_refusal(self, name: str, fields: dict[str, Any]) -> str:
+        """Why a replica that has just arrived does not count; "" if it does. One that arrived during a survey was not
+        listed, so no peer may drop older replicas for it."""
+        again = bool(fields.get("rereplication"))
+        return "" if again else self._memory.inventory_lease.refusal(name, epoch_of(fields))
+
+    def _evict(self, channel: Channel, message: Message) -> None:
+        """The coordinator needs something no more. "older": what is older than a checkpoint that is replicated;
+        "older-epochs": than an epoch; "epoch": the replicas of an epoch; "job": the job is over. Errors: AgentError."""
+        match message.fields["what"]:
+            case "older":
+                self._memory.replicas.evict_older_than(Identity.parse(str(message.fields["identity"])))
+            case "epoch":
+                self._memory.replicas.evict_epoch(epoch_of(message.fields))
+            case "older-epochs":
+                self._memory.drop_older_epochs(epoch_of(message.fields))
+            case "job":
+                self._memory.end_job(epoch_of(message.fields))
+            case what:
+                raise AgentError(f"there is nothing to evict that is called {what!r:.100}")
+
+    # -- parts of other nodes' commits
+
+    def _write_frames(self, channel: Channel, message: Message) -> None:
+        """Writes this node's part of a commit that another node makes. The snapshots are leased meanwhile."""
+        fields, replicas, store = message.fields, self._memory.replicas, self._context.store
+        request_id, identity = int(fields["id"]), Identity.parse(str(fields["identity"]))
+        options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
+        wanted = WriteRequest.decode(identity, message.blobs[0], options.codec, options.limits.bandwidth)
+        arenas = self._memory.require_arenas(identity, np.unique(wanted.ranks).tolist())
+
+        moving = ProgressReport(channel, request_id, self._write_progress, self._context.server.call_later)
+        under_way = channel.peer, identity, threading.Event()
+
+        def written(done: Future[Written]) -> None:
+            moving.end()
+            self._writes.remove(under_way)
+            replicas.release(identity)
+            if error := failure(done):
+                channel.refuse(request_id, AgentError(error))
+            else:
+                packs: bytes = msgpack.packb(done.result().packs)
+                channel.reply(request_id, {}, [done.result().places.tobytes(), packs])
+
+        # Leased, since a newer checkpoint may be replicated meanwhile and evict this one.
+        replicas.lease(identity)
+        self._writes.append(under_way)
+        write = functools.partial(write_part, store, wanted, arenas, self._write_progress.advance, under_way[2])
+        self._context.workers.run(Lane.COMMIT, write, written)
+
+
+def _reader_name(channel: Channel, fields: dict[str, Any]) -> str:
+    """The reader's name with its agent's before it, so that an agent ends only its own readings."""
+    return f"{channel.peer}/{fields.get('reader', '')}"
