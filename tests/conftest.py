@@ -46,7 +46,7 @@ SKIPS_ALLOWED = (
 # simulations, benchmarks run small. MATTERS_MOST are the exceptions: kills, one save of all ranks, one preemption.
 SLOW = (
     "tests/agent/adaptive/test_alarms.py",
-    "tests/agent/job/test_scheduler_sim.py",
+    "tests/agent/scheduler/test_scheduler_sim.py",
     "tests/agent/net/",
     "tests/agent/node/test_hostile.py",
     "tests/agent/node/test_many_nodes.py",

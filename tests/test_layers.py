@@ -28,7 +28,7 @@ BELOW_IPC = BELOW_STORE | {"store"}
 # Each imports those after it of its own part, and what its part may import.
 AGENT = (
     *("node", "observability", "adaptive", "job", "commit", "restore", "replication", "snapshots", "net"),
-    *("preemption", "state", "runtime"),
+    *("scheduler", "preemption", "state", "runtime"),
 )
 TRAINER = ("loop", "restore", "snapshot", "link", "state")
 

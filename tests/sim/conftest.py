@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.job.scheduler import Scheduler
+from ckpt.agent.scheduler.scheduler import Scheduler
 
 
 @pytest.fixture(autouse=True)

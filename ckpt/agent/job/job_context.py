@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.commit.job_options import JobOptions
 from ckpt.agent.commit.store_client import StoreClient
-from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.notice_listener import NoticeListeners
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.agent.runtime.workers import MESSAGE_MAX, Lane, Workers
+from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.division import RankContents
 from ckpt.agent.snapshots.local_share import LocalShare

@@ -2,7 +2,7 @@
 when the policy wants the next snapshot.
 
 Facts may be repeated, late, or stale. Each part records its own facts and appends what it decides to `actions`. All
-decisions are made in one place, `Scheduler.decide` in agent/job/scheduler.py. Pure; not thread-safe.
+decisions are made in one place, `Scheduler.decide` in agent/scheduler/scheduler.py. Pure; not thread-safe.
 """
 
 from __future__ import annotations

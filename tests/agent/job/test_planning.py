@@ -14,13 +14,13 @@ from ckpt.agent.job import job_memory
 from ckpt.agent.job.job_context import RankTable
 from ckpt.agent.job.job_memory import REPLAN_PAUSE_S, JobMemory
 from ckpt.agent.job.job_replication import JobReplication
-from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.state.memory_pressure import PERIOD_S
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
 from ckpt.types import Version
-from tests.agent.job.test_scheduler import hold_snapshot
+from tests.agent.scheduler.test_scheduler import hold_snapshot
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.interval_solver import START_S
 from ckpt.policy.save_options import Every
 from ckpt.types import Version
-from tests.agent.job.test_scheduler import Driver
+from tests.agent.scheduler.test_scheduler import Driver
 
 STALL_S, HASH_S, BYTES = 0.5, 0.2, 10**9
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.exit_report import OUTCOME_S
 from ckpt.agent.preemption.exit_vote import ASK_LATE_S, AWAY_S, END_S
 from ckpt.agent.preemption.notice_relay import OUTLIVES_S, ExitTiming, StandingNotice
 from ckpt.agent.preemption.preemption import NOTICES_MAX
+from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.rank_presence import REJOIN_S
 from ckpt.agent.state.slots import SaveReason, WorkState
@@ -20,7 +20,7 @@ from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import EXIT_RESERVE_S, EXIT_SLACK, Every
 from ckpt.types import Version
-from tests.agent.job.test_scheduler import Driver, hold_snapshot
+from tests.agent.scheduler.test_scheduler import Driver, hold_snapshot
 
 DAY_S = 86400.0
 

@@ -28,9 +28,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.exit_vote import END_S
 from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
+from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.rank_presence import Presence
 from ckpt.ipc.control_page import ControlWord, RankPlace, WordKind

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
+from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.slots import WorkState
 from ckpt.ipc.notice_sources import SIGNAL_SOURCE
 from ckpt.placement.placement import Kept
 from ckpt.types import Version
 from tests.agent.job import test_scheduler_sim as base
-from tests.agent.job.test_scheduler_sim import Rank, Sim
+from tests.agent.scheduler.test_scheduler_sim import Rank, Sim
 
 SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 10)
 DAY_S = 86400.0

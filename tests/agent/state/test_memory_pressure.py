@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.job.job_context import JobContext
-from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.node.node_memory import MemoryRelief, NodeMemory
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state.memory_pressure import PERIOD_S, StartMemory, choose_evictions, missing_bytes
 from ckpt.agent.state.retention_rule import NewestStart
@@ -23,9 +23,9 @@ from ckpt.ipc.arena import Arena
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
 from ckpt.types import Epoch, Identity, Version
-from tests.agent.job.test_scheduler import hold_snapshot
 from tests.agent.nodes.staged import close_arenas
 from tests.agent.parts import bare_context
+from tests.agent.scheduler.test_scheduler import hold_snapshot
 
 GIB = 1 << 30
 ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))

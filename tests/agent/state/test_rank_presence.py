@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from ckpt.agent.state.rank_presence import Presence, RankState, RankStates
-from tests.agent.job.test_scheduler import Driver
+from tests.agent.scheduler.test_scheduler import Driver
 
 
 def check(members: RankStates) -> None:

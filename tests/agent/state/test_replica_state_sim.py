@@ -34,7 +34,6 @@ import numpy as np
 import pytest
 
 from ckpt.agent.job.memory_node_client import MemoryNodeClients
-from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.replication.replica_offers import ReplicaOffers
@@ -43,6 +42,7 @@ from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.survey import SafeCheckpoint
 from ckpt.agent.runtime.coroutines import Promise
+from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.snapshots.described import (
     DescribedSnapshot,
     ParityChunk,
@@ -64,8 +64,8 @@ from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import Kept, Parity, Placement, Replicas, place
 from ckpt.placement.rebuild import Striped, rebuildable_ranks
 from ckpt.types import Epoch, Identity, Version
-from tests.agent.job.test_scheduler import Driver
 from tests.agent.nodes.staged import close_arenas
+from tests.agent.scheduler.test_scheduler import Driver
 
 SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 80)
 EVENTS = 100  # of a schedule, before it is left in peace

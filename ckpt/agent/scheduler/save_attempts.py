@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.agent.job.slot_allocator import SlotAllocator
 from ckpt.agent.preemption.exit_vote import ExitVote
 from ckpt.agent.preemption.preemption import Preemption
+from ckpt.agent.scheduler.slot_allocator import SlotAllocator
 from ckpt.agent.state.actions import Assemble, Emit, SetWord
 from ckpt.agent.state.job_facts import MISSING_ANSWER_S, JobFacts, SnapshotClock
 from ckpt.agent.state.rank_presence import Presence

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
+from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.slots import SaveReason, SlotState
 from ckpt.errors import SaveFailed

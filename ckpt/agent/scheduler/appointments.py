@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckpt.agent.job.rank_requests import SaveRequests
-from ckpt.agent.job.save_attempts import SaveAttempts
-from ckpt.agent.job.slot_allocator import SlotAllocator
 from ckpt.agent.preemption.preemption import ExitOrder, Preemption
+from ckpt.agent.scheduler.rank_requests import SaveRequests
+from ckpt.agent.scheduler.save_attempts import SaveAttempts
+from ckpt.agent.scheduler.slot_allocator import SlotAllocator
 from ckpt.agent.state.job_facts import JobFacts, SnapshotClock
 from ckpt.agent.state.slots import SaveReason
 from ckpt.agent.state.step_timing import LATENCY_S, MEASURE_S_MIN, REPORT_DELAY_S

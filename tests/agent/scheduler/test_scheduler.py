@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.job.appointments import AppointmentPlanner
-from ckpt.agent.job.scheduler import Scheduler
 from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice
 from ckpt.agent.runtime.memory_plan import SLOTS_CLOSE
+from ckpt.agent.scheduler.appointments import AppointmentPlanner
+from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.state import actions as do
 from ckpt.agent.state.arenas import Arenas
 from ckpt.agent.state.job_facts import MISSING_ANSWER_S, SnapshotClock

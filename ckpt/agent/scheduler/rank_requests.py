@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.agent.job.commit_queue import CommitQueue
-from ckpt.agent.job.save_attempts import SaveAttempts
-from ckpt.agent.job.slot_allocator import SlotAllocator
 from ckpt.agent.preemption.preemption import ExitOrder
+from ckpt.agent.scheduler.commit_queue import CommitQueue
+from ckpt.agent.scheduler.save_attempts import SaveAttempts
+from ckpt.agent.scheduler.slot_allocator import SlotAllocator
 from ckpt.agent.state.actions import AnswerRequest, Close, Emit, Refuse, ReportProgress, Request
 from ckpt.agent.state.job_facts import MISSING_ANSWER_S, JobFacts
 from ckpt.agent.state.rank_presence import LEAVE_RETRY, Presence

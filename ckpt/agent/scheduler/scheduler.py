@@ -23,14 +23,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.agent.job.appointments import AppointmentPlanner
-from ckpt.agent.job.commit_queue import CommitQueue
-from ckpt.agent.job.rank_requests import LeaveRequests, SaveRequests
-from ckpt.agent.job.save_attempts import SaveAttempts
-from ckpt.agent.job.slot_allocator import SlotAllocator
 from ckpt.agent.preemption.exit_report import ExitReport
 from ckpt.agent.preemption.exit_vote import ExitVote
 from ckpt.agent.preemption.preemption import ExitOrder, Preemption
+from ckpt.agent.scheduler.appointments import AppointmentPlanner
+from ckpt.agent.scheduler.commit_queue import CommitQueue
+from ckpt.agent.scheduler.rank_requests import LeaveRequests, SaveRequests
+from ckpt.agent.scheduler.save_attempts import SaveAttempts
+from ckpt.agent.scheduler.slot_allocator import SlotAllocator
 from ckpt.agent.state.actions import Action, Divide, NotifyRanks
 from ckpt.agent.state.job_facts import MISSING_ANSWER_S, JobFacts, SnapshotClock
 from ckpt.agent.state.rank_presence import LEAVE_RETRY, REJOIN_S, Presence

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ckpt.agent.job.commit_queue import CommitQueue
+from ckpt.agent.scheduler.commit_queue import CommitQueue
 from ckpt.agent.state.actions import ClearSlot, CloseArenas, MakeArenas, OfferSlot, ReplicaDegraded
 from ckpt.agent.state.job_facts import JobFacts
 from ckpt.agent.state.replica_state import ReplicaState
