@@ -363,7 +363,7 @@ class FakeRank:
                 self.notify("unsavable", self.gave_up)
 
     def save(self, version: Version, why: str = "save", timeout_s: float = 60) -> dict[str, Any]:
-        fields = {"version": str(version), "why": why, "metrics": {"loss": 0.5}, "values_bytes": 0}
+        fields = {"version": str(version), "why": why, "values_bytes": 0}
         if why == "due":
             assert self.connection is not None
             asked = self.connection

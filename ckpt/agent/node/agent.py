@@ -191,8 +191,9 @@ class Agent:
 
     def can_exit(self) -> bool:
         end_s, network = self.lifetime.end_due_s(time.monotonic()), self.context.network
-        waiting = network is not None and network.has_waiting_bytes
-        return end_s is not None and time.monotonic() >= end_s and not waiting
+        if end_s is None or time.monotonic() < end_s:
+            return False
+        return network is None or not network.has_waiting_bytes
 
     def _update_leases(self, now_s: float) -> float | None:
         """Tells the outcome of a start that ended, and does what follows from the leases. Returns when to look

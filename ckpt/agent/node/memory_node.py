@@ -128,8 +128,9 @@ class MemoryNode:
     def can_exit(self) -> bool:
         """The end comes when a signal asked for it and the last commit has been tried."""
         network = self.context.network
-        waiting = network is not None and network.has_waiting_bytes
-        return self._is_ending and not self.orphans.is_busy and not waiting
+        if not self._is_ending or self.orphans.is_busy:
+            return False
+        return network is None or not network.has_waiting_bytes
 
     def _schedule_orphan_commit(self, now_s: float) -> float | None:
         """As on any other node. Once this node is asked to end, it tries once more, at once."""

@@ -106,7 +106,7 @@ class Saver:
             # At Ctrl-C too: else the other ranks would wait for this one.
             link.report_unsavable(version, str(exc) or "interrupted")
             raise
-        fields = {"version": str(version), "why": why, "metrics": metrics, "values_bytes": 0}
+        fields = {"version": str(version), "why": why, "values_bytes": 0}
         link.levels.forget_failures(version)
         if same is not None:
             fields["unchanged_since"] = str(same)
