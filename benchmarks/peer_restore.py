@@ -29,8 +29,8 @@ import ckpt
 from benchmarks import peer, restore
 from benchmarks.report import Row, parser, report, timed
 from benchmarks.stall import job
+from tests.checkpointer.runs import agent_status
 from tests.checkpointer.scripts import ROOT
-from tests.checkpointer.test_one_process import agent_pid
 
 BAR = 0.8
 
@@ -62,9 +62,7 @@ def _checkpointer(url: str, total: int) -> ckpt.Checkpointer:
 
 
 def _kill_agent(url: str) -> None:
-    pid = agent_pid(url)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    os.kill(agent_status(url)["pid"], signal.SIGKILL)
 
 
 def once(total: int) -> float:

@@ -24,7 +24,7 @@ log = logging.getLogger("ckpt")
 class RankMissing(AgentError):
     """No holder describes the snapshot of `rank`."""
 
-    def __init__(self, rank: int, why: str) -> None:
+    def __init__(self, why: str, rank: int = 0) -> None:
         super().__init__(why)
         self.rank = rank
 
@@ -68,7 +68,7 @@ class ManifestRequest:
             elif self._is_partial:
                 log.info("rank %d of %s is read from the store: %s", rank, self._identity, why)
             else:
-                raise RankMissing(rank, why)
+                raise RankMissing(why, rank)
         await gather(self._ask(name, theirs) for name, theirs in asked.items())
 
     async def _ask(self, name: str, ranks: list[int]) -> None:
