@@ -112,7 +112,7 @@ def test_an_interrupt_between_what_is_asked_of_the_agent_and_the_snapshot_makes_
 
     def interrupted(link: Link, kind: str, fields: dict[str, Any], *rest: Any) -> None:
         monkeypatch.undo()
-        request(link, kind, fields, *rest) if granted else link.start_request(kind, fields)
+        request(link, kind, fields, *rest) if granted else link.connection.start_request(kind, fields)
         raise KeyboardInterrupt
 
     with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}, policy=ckpt.Every(steps=10**6), sinks=(seen,)) as ck:

@@ -24,7 +24,7 @@ from ckpt.agent.state.slots import WorkState
 from ckpt.ipc.notice_sources import SIGNAL_SOURCE
 from ckpt.placement.placement import Kept
 from ckpt.types import Version
-from tests.agent.job import test_scheduler_sim as base
+from tests.agent.scheduler import test_scheduler_sim as base
 from tests.agent.scheduler.test_scheduler_sim import Rank, Sim
 
 SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 10)
