@@ -10,7 +10,6 @@ import pytest
 
 from ckpt.storage import canonical
 from tests.agent.nodes.cluster import Cluster
-from tests.agent.nodes.staged import Turned
 
 
 @pytest.fixture
@@ -23,14 +22,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where agents find their modules compiled, also where Python is told to write no bytecode: compiling them takes
     half of the time that a start takes, and these tests start several hundred."""
     return tmp_path_factory.getbasetemp() / "compiled"
-
-
-@pytest.fixture
-def turned() -> Iterator[Turned]:
-    """An agent's main thread, without the agent."""
-    made = Turned()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -21,13 +21,6 @@ from tests.agent.nodes.staged import Turned, identity, staged
 
 
 @pytest.fixture
-def turned() -> Iterator[Turned]:
-    made = Turned()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def share(turned: Turned) -> Iterator[LocalShare]:
     """Of a job of two ranks, both of them here."""
     made = LocalShare(2, turned.workers, MemoryUse)
