@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent.adaptive.alarms import Alarms
+from ckpt.agent.job import job as job_module
 from ckpt.agent.node.agent import Agent
 from ckpt.agent.node.memory_node import MemoryNodeOptions
 from ckpt.backends import memory
@@ -483,3 +484,10 @@ def test_what_a_start_goes_on_from_is_shown_to_be_safe_once_it_has_its_copies_ag
 @pytest.mark.parametrize("part", range(10))
 def test_lives(part: int) -> None:
     each_life(live, SCHEDULES, part)
+
+
+@pytest.mark.timeout(300 * max(1, SCHEDULES // 50))
+def test_lives_of_a_job_so_large_that_it_collects_what_it_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "DECIDES_AT_ONCE_RANKS", 0)
+    monkeypatch.setattr(job_module, "COLLECT_S_PER_RANK", 0.005)
+    each_life(live, SCHEDULES, 0)

@@ -7,6 +7,7 @@ thread.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,12 +39,16 @@ if TYPE_CHECKING:
 
 REJOIN_S = 120.0  # how long a restarted agent waits for the last rank to bring its arenas
 CUT_OFF_SHOWN = 8  # nodes
+# A decision looks at every rank. So a job of more ranks waits for so long, for each of them, between two decisions, and
+# collects what it hears meanwhile.
+DECIDES_AT_ONCE_RANKS = 256
+COLLECT_S_PER_RANK = 2e-6
 
 
 class Job:
     """One job that this agent coordinates. `starter_peer`: the connection of rank 0 that began it. `ranks`: all ranks
     by node; `local_share`: those of this node. `restore`: the candidate that the ranks are fetching. `trainers_gone_s`:
-    when the last trainer was gone; None: not yet."""
+    when the last trainer was gone; None: not yet. `collect_s`: the least time between two decisions."""
 
     def __init__(
         self,
@@ -68,6 +73,8 @@ class Job:
         self.starter_peer = first
         self.restore: RestoreSession | None = None
         self.trainers_gone_s: float | None = None
+        self.collect_s = COLLECT_S_PER_RANK * world if world > DECIDES_AT_ONCE_RANKS else 0.0
+        self._decide_next_s = -math.inf
 
     # -- what the node asks
 
@@ -297,6 +304,9 @@ class Job:
         if context.is_dropped or context.internal_error:
             return None
         now_s = time.monotonic()
+        if now_s < self._decide_next_s:
+            return self._decide_next_s
+        self._decide_next_s = now_s + self.collect_s
         context.guard(lambda: self._decide(now_s))
         if self.scheduler.facts.all_gone and self.trainers_gone_s is None:
             self.trainers_gone_s = now_s

@@ -288,6 +288,22 @@ def test_a_timer_of_a_job_that_raises_fails_that_job_once(job: tuple[Job, Lanes,
     assert listener.lost
 
 
+def test_a_large_job_collects_what_it_hears_before_it_decides_again(
+    job: tuple[Job, Lanes, Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _, _ = job
+    decided: list[float] = []
+    monkeypatch.setattr(made, "_decide", decided.append)
+    made.collect_s = 60.0
+    made.settle()
+    assert made.settle() == decided[0] + 60.0
+    made.collect_s = 0.0
+    made._decide_next_s = 0.0
+    made.settle()
+    made.settle()
+    assert len(decided) == 3
+
+
 UNSENDABLE: dict[str, Any] = {
     "large": {"names": ["x" * 2000] * 100},
     "number": {"bytes": 1 << 70},
