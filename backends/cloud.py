@@ -29,6 +29,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import obstore
@@ -51,7 +52,7 @@ PARTS_AT_ONCE = 8
 # A put of up to this size gets the time-out of a small request.
 SMALL_BYTES_MAX = 4 << 20
 SMALL_TIMEOUT_S = 30.0
-BULK_TIMEOUT_S = 600  # SINGLE_BYTES_MAX within it: 0.2 MB/s
+BULK_TIMEOUT = datetime.timedelta(seconds=600)  # SINGLE_BYTES_MAX within it: 0.2 MB/s
 LIST_CHUNK = 1000
 CANCEL_S = 0.1  # between two looks at `cancel` in a large put
 # How long a cancelled put waits until its buffers are no longer read.
@@ -91,15 +92,23 @@ class CloudBackend:
         self._errors = CloudErrors(url, scheme, bucket)
         self.single_bytes_max = SINGLE_BYTES_MAX
         self.part_bytes = PART_BYTES
-        options = {**config.pop("client_options", {}), "connect_timeout": "10s"}
-        small, workers = datetime.timedelta(seconds=timeout_s), datetime.timedelta(seconds=BULK_TIMEOUT_S)
+        self._options = options = {**config.pop("client_options", {}), "connect_timeout": "10s"}
+        small = datetime.timedelta(seconds=timeout_s)
         # A read time-out also runs while a request is being sent, so only the store object for downloads has one.
-        self._small_store = self._make_store(options | {"timeout": small}, 0)
-        self._upload_store = self._make_store(options | {"timeout": workers}, 0)
-        self._multipart_store = self._make_store(options | {"timeout": workers}, 2)
-        self._download_store = self._make_store(options | {"timeout": workers, "read_timeout": small}, 0)
+        self._small_store = self._make_store({"timeout": small}, 0)
+        self._download_store = self._make_store({"timeout": BULK_TIMEOUT, "read_timeout": small}, 0)
         self._signed_http = SignedHttp(self._sign, self._errors.of_reply, timeout_s, options.get("root_certificate"))
         self._has_ranged_gets = True  # until the store answers a ranged get with 200
+
+    # Each store object reads the system's certificates, which takes some 20 ms: a restore does without these two.
+
+    @cached_property
+    def _upload_store(self) -> Any:
+        return self._make_store({"timeout": BULK_TIMEOUT}, 0)
+
+    @cached_property
+    def _multipart_store(self) -> Any:
+        return self._make_store({"timeout": BULK_TIMEOUT}, 2)
 
     def put(
         self,
@@ -245,13 +254,13 @@ class CloudBackend:
         finally:
             del failed
 
-    def _make_store(self, client_options: dict[str, Any], retries: int) -> Any:
+    def _make_store(self, timeouts: dict[str, Any], retries: int) -> Any:
         with self._errors.translate("open", asks=False):
             return _STORES[self._scheme](
                 self._bucket,
                 prefix=self._prefix or None,
-                client_options=client_options,
-                retry_config={"max_retries": retries, "retry_timeout": datetime.timedelta(seconds=BULK_TIMEOUT_S)},
+                client_options=self._options | timeouts,
+                retry_config={"max_retries": retries, "retry_timeout": BULK_TIMEOUT},
                 **self._config,
             )
 

@@ -130,12 +130,14 @@ class StoreClient:
         if self.is_claimed(epoch):
             self.open_run(impatient=True).close_epoch(epoch, reason)
 
-    def open_reader(self, refs: Collection[CommitRef]) -> FrameReader:
-        """A reader of the first record that can be read. Errors: the last record's error; NewerFormat if any record
-        needs a newer format."""
+    def open_reader(self, refs: Collection[CommitRef], known: Record | None = None) -> FrameReader:
+        """A reader of the first record that can be read. `known`: that record, if it was read before. Errors: the last
+        record's error; NewerFormat if any record needs a newer format."""
         from ckpt.store.reader import FrameReader, open_record
 
         run = self.open_run()
+        if known is not None:
+            return FrameReader(run.backend, known, run.patience)
         failed: CkptError | None = None
         for ref in refs:
             try:

@@ -112,7 +112,7 @@ class CandidateService:
             chosen.manifest,
             job.ranks.local_rank_count,
             memory,
-            (lambda: store.open_reader(records)) if records else None,
+            (lambda: store.open_reader(records, chosen.record)) if records else None,
             self._context.workers,
             self._context.server.call_later,
             self._context.server.post,
@@ -157,7 +157,7 @@ class CandidateService:
         if self._context.network is None or len(start.nodes) < 2:
             return None
         identity, records = chosen.candidate.identity, chosen.candidate.records
-        read = lambda: self._context.store.open_reader(records)  # noqa: E731
+        read = lambda: self._context.store.open_reader(records, chosen.record)  # noqa: E731
         slot_bytes = _slot_bytes(chosen.manifest, job.ranks.local_rank_count, job.context.world)
         slots = slots_for(job.scheduler.clock.policy)
         room = lambda: job.local_share.restore_budget_bytes(slot_bytes, slots, job.context.options.limits.memory)  # noqa: E731
