@@ -318,9 +318,9 @@ class SimulatedJob:
         return [node for node in self.present if not (certain and now_s <= self.warned.get(node, -math.inf))]
 
     def _save_s(self) -> float:
-        """From a whole snapshot until it is replicated and committed."""
+        """From a whole snapshot until it is replicated and committed, which the agents do at the same time."""
         n = max(1, len(self.job))
-        return self.scenario.replication_s_on(n) + self.scenario.commit_s_on(n)
+        return max(self.scenario.replication_s_on(n), self.scenario.commit_s_on(n))
 
     def _were_warned(self, nodes: set[str]) -> bool:
         return all(self.training.now_s <= self.warned.get(node, -math.inf) for node in nodes)
