@@ -1,6 +1,6 @@
 """The same job with torch.save to the store and with ckpt: pause, checkpoint time, makespan, and a node that is lost.
 
-    python -m benchmarks.paper [--small] [--server rclone|ceph] [--rounds N] [--json FILE]
+    python -m benchmarks.paper [--small] [--server rclone|ceph] [--rounds N] [--json FILE] [--plot FILE.png]
 
 One process with 667 MB and with 1.31 GB of fp32 weights and Adam moments takes N steps, with a checkpoint every K. No
 peers: torch.save blocks until boto3 has put the object; ckpt has its levels local and store. Makespan is from the first
@@ -32,8 +32,10 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import BY_NAME, Blocking, Job, Tool, quiet
-from benchmarks.peers import MARK, Loop, Marked, empty, serving
+from benchmarks.peers import MARK, Loop, Marked, empty, products_in, serving
 from benchmarks.report import Row, parser, report
+from ckpt.report.document import Plot, Series
+from ckpt.report.plots import draw
 from tests import ceph
 
 PAUSE_BAR, IMPACT_BAR = 0.01, 1e-4
@@ -48,6 +50,10 @@ class Size:
     steps: int
     every: int
     step_s: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.total_bytes / 1e6:.0f} MB"
 
 
 FULL = [Size(667_000_000, 60, 10, 0.5), Size(1_310_000_000, 60, 10, 0.5)]
@@ -64,14 +70,14 @@ class Nothing(Blocking):
         pass
 
 
-def train(name: str, place: str, size: Size) -> None:
+def train(name: str, place: str, size: Size, products: int) -> None:
     """A process of its own: restores, trains to the last step, and prints each step and what it cost."""
     torch.set_num_threads(1)
     quiet()
     job = Job(size.total_bytes)
     tool: Tool = Nothing(job, place) if name == NOTHING else BY_NAME[TOOLS[name]].make(job, place)
     tool.restore()
-    loop = Loop(job, tool, size.step_s)
+    loop = Loop(job, tool, products)
     # One step is taken before the first, so that the moments are there.
     done = int(next(iter(job.optim.state.values()))["step"]) - 1
     say(begins=done)
@@ -109,10 +115,10 @@ def _stored(tool: Tool, asked_s: float, stored: list[float]) -> None:
     stored.append(time.perf_counter() - asked_s)
 
 
-def lines_of(name: str, place: str, size: Size, folder: str, mark: str) -> Iterator[dict[str, Any]]:
+def lines_of(name: str, place: str, size: Size, products: int, folder: str, mark: str) -> Iterator[dict[str, Any]]:
     """What such a process says. Ending the iteration ends it and its helpers with SIGKILL."""
     runtime = {"CKPT_RUNTIME_DIR": f"{folder}/{mark}", "CKPT_LINGER_S": "0", "PYTHONWARNINGS": "ignore"}
-    code = f"from benchmarks.paper import Size, train; train({name!r}, {place!r}, {size!r})"
+    code = f"from benchmarks.paper import Size, train; train({name!r}, {place!r}, {size!r}, {products})"
     marked = Marked(mark)
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -141,16 +147,16 @@ def lines_of(name: str, place: str, size: Size, folder: str, mark: str) -> Itera
             process.stdout.close()
 
 
-def whole(name: str, place: str, size: Size, folder: str) -> dict[str, Any]:
+def whole(name: str, place: str, size: Size, products: int, folder: str) -> dict[str, Any]:
     """The last line of a run that nothing happens to."""
-    return list(lines_of(name, place, size, folder, secrets.token_hex(8)))[-1]
+    return list(lines_of(name, place, size, products, folder, secrets.token_hex(8)))[-1]
 
 
-def with_a_loss(name: str, place: str, size: Size, folder: str) -> dict[str, Any]:
+def with_a_loss(name: str, place: str, size: Size, products: int, folder: str) -> dict[str, Any]:
     """The same with the node lost in the middle between two checkpoints."""
     at_step = size.steps // 2 // size.every * size.every + size.every // 2
     began_s = 0.0
-    lines = lines_of(name, place, size, folder, secrets.token_hex(8))
+    lines = lines_of(name, place, size, products, folder, secrets.token_hex(8))
     for said in lines:
         began_s = time.monotonic() if "begins" in said else began_s
         if said.get("step") == at_step:
@@ -158,7 +164,7 @@ def with_a_loss(name: str, place: str, size: Size, folder: str) -> dict[str, Any
     lost_s = time.monotonic()
     lines.close()
     said, back_at, back_s = {}, 0, 0.0
-    for line in lines_of(name, place, size, folder, secrets.token_hex(8)):
+    for line in lines_of(name, place, size, products, folder, secrets.token_hex(8)):
         if "begins" in line:
             back_at, back_s = line["begins"], time.monotonic() - lost_s
         if line.get("step") == size.steps:
@@ -170,16 +176,17 @@ def with_a_loss(name: str, place: str, size: Size, folder: str) -> dict[str, Any
 def of_size(size: Size, root: str, folder: str, rounds: int) -> list[Row]:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (NOTHING, *TOOLS)}
     losses: dict[str, list[dict[str, Any]]] = {name: [] for name in TOOLS}
+    products = products_in(size.step_s)  # the same work in all runs
     for number in range(rounds):
         for name in list(runs)[:: -1 if number % 2 else 1]:
             place = f"{root}/{secrets.token_hex(4)}"
-            runs[name].append(whole(name, place, size, folder))
+            runs[name].append(whole(name, place, size, products, folder))
             empty(place)
         for name in TOOLS:
             place = f"{root}/{secrets.token_hex(4)}"
-            losses[name].append(with_a_loss(name, place, size, folder))
+            losses[name].append(with_a_loss(name, place, size, products, folder))
             empty(place)
-    label = f"{size.total_bytes / 1e6:.0f} MB"
+    label = size.label
     bare_s = statistics.median(each["makespan_s"] for each in runs[NOTHING])
     torch_pause_s = _median(runs["torch.save"], "pauses")
     digest = runs[NOTHING][0]["digest"]
@@ -232,12 +239,26 @@ def _of(runs: list[dict[str, Any]], key: str) -> float:
     return statistics.median(each[key] for each in runs)
 
 
+def plot_of(rows: list[Row], sizes: list[Size]) -> Plot:
+    """The seconds of each row that is in seconds or milliseconds, by tool and size."""
+    seconds = {row.question: row.figure / (1e3 if row.unit == "ms" else 1) for row in rows}
+    words = {"pause": "pause", "checkpoint time": "checkpoint", "... from the loss to the next step": "back again"}
+    series = []
+    for name in TOOLS:
+        for size in sizes:
+            found = [seconds[f"{size.label}: {name}: {row}"] for row in words]
+            series.append(Series(f"{name}, {size.label}", tuple(words.values()), found))
+    return Plot("torch.save to the store, and ckpt", "", "seconds", tuple(series), kind="bars", log_y=True)
+
+
 def main() -> int:
     made = parser(__doc__)
+    made.add_argument("--plot", type=Path, help="also draw the main figures (needs matplotlib)")
     made.add_argument("--server", choices=("rclone", "ceph"), help="by default Ceph, where it can be started")
     made.add_argument("--rounds", type=int, help="of each run (5; with --small 1)")
     args = made.parse_args()
     quiet()
+    torch.set_num_threads(1)
     sizes, rounds = (SMALL, args.rounds or 1) if args.small else (FULL, args.rounds or 5)
     server = args.server or ("rclone" if args.small or ceph.why_not() else "ceph")
     rows: list[Row] = []
@@ -245,6 +266,8 @@ def main() -> int:
         for size in sizes:
             rows += of_size(size, root, folder, rounds)
     print(f"store: {server}; {rounds} rounds")
+    if args.plot:
+        args.plot.write_bytes(draw(plot_of(rows, sizes), "png"))
     return report("paper", rows, args)
 
 

@@ -49,6 +49,8 @@ MARK = "CKPT_BENCHMARK_MARK"  # helpers inherit it, however they detach
 SAVES = 3
 SAMPLE_S = 0.02
 PROCESS_S = 600.0
+SIDE = 384  # of the matrices that the loop multiplies
+WARM_PRODUCTS, TIMED_PRODUCTS = 10, 50
 FIGURES = {
     "stall, first save": "ms",
     "stall, later saves": "ms",
@@ -113,13 +115,9 @@ class Marked:
 class Loop:
     """Training beside the saves: one thread, products and an optimizer step."""
 
-    def __init__(self, job: Job, tool: Tool, step_s: float) -> None:
-        self._job, self._tool = job, tool
-        self._matrix = torch.ones(384, 384)
-        began_s = time.perf_counter()
-        for _ in range(20):
-            torch.mm(self._matrix, self._matrix)
-        self._products = max(1, int(step_s / ((time.perf_counter() - began_s) / 20)))
+    def __init__(self, job: Job, tool: Tool, products: int) -> None:
+        self._job, self._tool, self._products = job, tool, products
+        self._matrix = torch.ones(SIDE, SIDE)
         self.cpu_s = 0.0
 
     def step(self) -> float:
@@ -144,13 +142,24 @@ class Loop:
         return (time.perf_counter() - began_s) / count
 
 
+def products_in(step_s: float) -> int:
+    """How many products of the loop one thread makes in that time on this machine."""
+    matrix = torch.ones(SIDE, SIDE)
+    for _ in range(WARM_PRODUCTS):
+        torch.mm(matrix, matrix)
+    began_s = time.perf_counter()
+    for _ in range(TIMED_PRODUCTS):
+        torch.mm(matrix, matrix)
+    return max(1, int(step_s * TIMED_PRODUCTS / (time.perf_counter() - began_s)))
+
+
 def save(name: str, place: str, total: int, step_s: float) -> None:
     """A process of its own: saves, and prints what each cost."""
     torch.set_num_threads(1)
     quiet()
     job = Job(total)
     tool = BY_NAME[name].make(job, place)
-    loop = Loop(job, tool, step_s)
+    loop = Loop(job, tool, products_in(step_s))
     marked = Marked(os.environ[MARK])
     loop.steps_s(2)
     print(json.dumps({"begins": True}), flush=True)
