@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import itertools
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import psutil
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.dialer import PeerListener, PendingHandshake, dial
 from ckpt.agent.net.handshake import Answerer, Dialler, Role, Session
-from ckpt.agent.net.progress import ANSWER_TIMEOUT_S, CHECK_INTERVAL_S, PeerRequest, Progress, Then
+from ckpt.agent.net.progress import PeerRequests, Progress, Then
 from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.runtime.connections import Loop
 from ckpt.agent.runtime.coroutines import Promise, Task, run_on, start
@@ -63,10 +62,10 @@ class PeerNetwork:
     ) -> None:
         """`clock`: for the time-outs of requests."""
         self.agent_name = me
-        self._clock = clock or SystemClock()
         self.transport = Transport(self._make_dialler)
         self.rate_limit_bytes_s: float | None = None
         self.progress = Progress()  # of the requests to other agents
+        self._requests = PeerRequests(self.progress, loop.call_later, clock or SystemClock())
         self._loop, self._workers, self._handler = loop, workers, receiver
         self._secrets: dict[str, bytes] = {}  # by run, newest last
         self._listeners: dict[Address, PeerListener] = {}  # by requested address
@@ -77,9 +76,6 @@ class PeerNetwork:
         # By peer, channels that this agent dialled within the last SIMULTANEOUS_DIAL_S.
         self._recent_dials: dict[str, Channel] = {}
         self._pending_dials: dict[str | Address, Task[str]] = {}  # by name, or by address if that is unknown
-        self._requests_by_id: dict[int, PeerRequest] = {}
-        self._is_check_scheduled = False
-        self._numbers = itertools.count(1)
 
     def listen(self, secret: bytes, at: str) -> list[Address]:
         """Lets agents that know the secret connect; returns the addresses to reach this agent.
@@ -159,11 +155,8 @@ class PeerNetwork:
         channel = self._channels.get(name)
         if channel is None:
             self._loop.post(lambda: then(None, f"there is no connection to agent {name}"))
-            return
-        number = next(self._numbers)
-        self._requests_by_id[number] = PeerRequest(channel, then, self._clock.now_s() + ANSWER_TIMEOUT_S)
-        channel.send({**fields, "id": number}, blobs)
-        self._schedule_timeout_check()
+        else:
+            self._requests.send(channel, fields, blobs, then)
 
     def close(self) -> None:
         for listener in self._listeners.values():
@@ -175,7 +168,7 @@ class PeerNetwork:
             channel.close()
         self._channels.clear()
         self._incoming_channels.clear()
-        self._requests_by_id.clear()
+        self._requests.clear()
         self.transport.close()
 
     # -- ChannelHandler
@@ -184,16 +177,9 @@ class PeerNetwork:
         if channel in self._incoming_channels and not self._keep_incoming(channel):
             return
         if message.kind in ("reply", "error"):
-            number = int(message.fields["id"])
-            if number in self._requests_by_id and self._requests_by_id[number].channel is not channel:
-                raise ValueError(f"it answers request {number}, which another agent was asked")
-            error = str(message.fields.get("message", ""))[:2000] or "refused"
-            self._finish_request(number, *((message, "") if message.kind == "reply" else (None, error)))
+            self._requests.handle_answer(channel, message)
         elif message.kind == "progress":
-            asked = self._requests_by_id.get(int(message.fields["id"]))
-            if asked is not None and asked.channel is channel:
-                asked.deadline_s = self._clock.now_s() + ANSWER_TIMEOUT_S
-                self.progress.advance()
+            self._requests.extend(channel, int(message.fields["id"]))
         elif message.kind == "keep-connection":
             pass
         else:
@@ -206,33 +192,10 @@ class PeerNetwork:
             return
         if self._channels.get(channel.peer) is channel:
             del self._channels[channel.peer]
-        self._fail_requests(channel, why)
+        self._requests.fail(channel, why)
         self._handler.peer_closed(channel)
 
     # -- inside
-
-    def _finish_request(self, number: int, message: Message | None, error: str) -> None:
-        asked = self._requests_by_id.pop(number, None)
-        if asked is not None:
-            self.progress.advance()
-            asked.on_answer(message, error)
-
-    def _schedule_timeout_check(self) -> None:
-        """Starts the timer for overdue requests. One timer serves all, since there may be many requests a second."""
-        if not self._is_check_scheduled:
-            self._is_check_scheduled = True
-            self._loop.call_later(CHECK_INTERVAL_S, self._check_timeouts)
-
-    def _check_timeouts(self) -> None:
-        self._is_check_scheduled = False
-        now_s = self._clock.now_s()
-        late = [number for number, asked in self._requests_by_id.items() if asked.deadline_s <= now_s]
-        if len(self._requests_by_id) > len(late):
-            self._schedule_timeout_check()
-        for number in late:
-            asked = self._requests_by_id.get(number)
-            if asked is not None:
-                self._finish_request(number, None, f"agent {asked.channel.peer} has not answered in time")
 
     def _make_dialler(self, about: str, peer: str) -> Dialler:
         """The dialling side of a handshake for the transfer `about` from agent `peer`."""
@@ -261,7 +224,7 @@ class PeerNetwork:
             old.close()
             why = AgentError(f"agent {channel.peer} has connected anew")
             if at_once:
-                self._fail_requests(old, why)
+                self._requests.fail(old, why)
             else:
                 self.channel_closed(old, why)
         return True
@@ -278,10 +241,6 @@ class PeerNetwork:
                 del self._recent_dials[channel.peer]
 
         self._loop.call_later(SIMULTANEOUS_DIAL_S, later)
-
-    def _fail_requests(self, channel: Channel, why: AgentError) -> None:
-        for number in [number for number, asked in self._requests_by_id.items() if asked.channel is channel]:
-            self._finish_request(number, None, str(why))
 
     def _start_dial(
         self, key: str | Address, addresses: Sequence[Address], name: str | None, then: Callable[[str, str], None]

@@ -8,12 +8,15 @@ transfer by itself. Main thread only, except `Progress.advance`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
+    from ckpt.clock import Clock
+    from ckpt.errors import AgentError
     from ckpt.ipc.messages import Message
 
 ANSWER_TIMEOUT_S = 600.0  # longer than any work that does not report progress
@@ -67,3 +70,67 @@ class PeerRequest:
     channel: Channel
     on_answer: Then
     deadline_s: float
+
+
+class PeerRequests:
+    """The requests to other agents that are not answered yet. `progress`: advances with each answer and report."""
+
+    def __init__(self, progress: Progress, later: Callable[[float, Callable[[], None]], None], clock: Clock) -> None:
+        self._progress, self._call_later, self._clock = progress, later, clock
+        self._requests_by_id: dict[int, PeerRequest] = {}
+        self._is_check_scheduled = False
+        self._numbers = itertools.count(1)
+
+    def send(self, channel: Channel, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
+        """Sends a request. Calls `then(answer, "")`, or `then(None, why)` on failure."""
+        number = next(self._numbers)
+        self._requests_by_id[number] = PeerRequest(channel, then, self._clock.now_s() + ANSWER_TIMEOUT_S)
+        channel.send({**fields, "id": number}, blobs)
+        self._schedule_timeout_check()
+
+    def handle_answer(self, channel: Channel, message: Message) -> None:
+        """Ends the request that a `reply` or an `error` answers. Errors: ValueError if another agent was asked."""
+        number = int(message.fields["id"])
+        if number in self._requests_by_id and self._requests_by_id[number].channel is not channel:
+            raise ValueError(f"it answers request {number}, which another agent was asked")
+        error = str(message.fields.get("message", ""))[:2000] or "refused"
+        self._finish(number, *((message, "") if message.kind == "reply" else (None, error)))
+
+    def extend(self, channel: Channel, number: int) -> None:
+        """The agent at that channel works on a request: extends its deadline."""
+        asked = self._requests_by_id.get(number)
+        if asked is not None and asked.channel is channel:
+            asked.deadline_s = self._clock.now_s() + ANSWER_TIMEOUT_S
+            self._progress.advance()
+
+    def fail(self, channel: Channel, why: AgentError) -> None:
+        """Fails the requests on that channel."""
+        for number in [number for number, asked in self._requests_by_id.items() if asked.channel is channel]:
+            self._finish(number, None, str(why))
+
+    def clear(self) -> None:
+        """Forgets all requests. Nothing more is called for them."""
+        self._requests_by_id.clear()
+
+    def _finish(self, number: int, message: Message | None, error: str) -> None:
+        asked = self._requests_by_id.pop(number, None)
+        if asked is not None:
+            self._progress.advance()
+            asked.on_answer(message, error)
+
+    def _schedule_timeout_check(self) -> None:
+        """Starts the timer for overdue requests. One timer serves all, since there may be many requests a second."""
+        if not self._is_check_scheduled:
+            self._is_check_scheduled = True
+            self._call_later(CHECK_INTERVAL_S, self._check_timeouts)
+
+    def _check_timeouts(self) -> None:
+        self._is_check_scheduled = False
+        now_s = self._clock.now_s()
+        late = [number for number, asked in self._requests_by_id.items() if asked.deadline_s <= now_s]
+        if len(self._requests_by_id) > len(late):
+            self._schedule_timeout_check()
+        for number in late:
+            asked = self._requests_by_id.get(number)
+            if asked is not None:
+                self._finish(number, None, f"agent {asked.channel.peer} has not answered in time")

@@ -126,11 +126,12 @@ class RestoreSession:
             self.call_later(BATCH_DELAY_S, lambda: self._begin_requests() if first in self._waiting_requests else None)
 
     def handle_received(self, receiver: StreamPeer, fields: Mapping[str, Any]) -> None:
-        """Handles a rank's message `frames-received`."""
+        """Handles a rank's message `frames-received`. `stream`: a direct stream that the rank has stopped reading."""
         ok, bad = ([int(number) for number in fields[name]] for name in ("ok", "bad"))
         self.acknowledge_frames(receiver, ok, bad)
         if fields.get("stream") is not None:
-            self.end_stream(receiver, int(fields["stream"]))
+            for source in self.sources:
+                source.end_stream(receiver, int(fields["stream"]))
 
     def acknowledge_frames(self, receiver: StreamPeer, ok: Iterable[int], bad: Collection[int]) -> None:
         """A rank acknowledges frames, verified or damaged. Damaged ones come again, from the next source."""
@@ -145,11 +146,6 @@ class RestoreSession:
                     sources[origin.level] = sources.get(origin.level, 0) + int(self._lengths[frame])
         self.reject(asked, bad, DamagedData("it arrived damaged"))
         self._finish_if_complete(asked)
-
-    def end_stream(self, receiver: StreamPeer, stream: int) -> None:
-        """A rank has stopped reading from that direct stream."""
-        for source in self.sources:
-            source.end_stream(receiver, stream)
 
     def drop_request(self, receiver: StreamPeer) -> None:
         """Ends a rank's request: the rank is gone, done, or requests anew."""
