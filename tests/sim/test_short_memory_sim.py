@@ -102,7 +102,7 @@ class Short(Life):
             return 8 << 30
         node = agent.node
         shares = [share for _, share in node.context.jobs.shares()]
-        used = sum(share.arena_bytes for share in shares) + node.memory.replicas.allocated_bytes
+        used = sum(share.arena_bytes for share in shares) + node.memory.replicas.arenas.allocated_bytes
         used += node.context.workers.closing_bytes
         return max(0, int(self._room(agent.number)) - used)
 
@@ -373,8 +373,8 @@ def test_what_is_safe_stays_where_an_agent_is_started_again_and_nobody_has_room_
                 world.run(lambda: life.told(job, "local") > newest + 10, 60.0)
                 life.refuses = False
                 agents = [life.fabric.agents[node] for node in (1, 2)]
-                assert all(agent.node.memory.replicas.identities for agent in agents)
-                world.run(lambda: not any(agent.node.memory.replicas.bytes for agent in agents), 120.0)
+                assert all(agent.node.memory.replicas.kept.identities for agent in agents)
+                world.run(lambda: not any(agent.node.memory.replicas.arenas.bytes for agent in agents), 120.0)
                 assert life.told(job, "store") > safe, "they have gone for something newer"
                 job.die(0.1)
                 return Counter()

@@ -104,18 +104,18 @@ class JobCommits:
             return
         replicas, ranks = context.services.replicas, set(np.unique(wanted.ranks).tolist())
         is_own = ranks <= checkpoint.arenas.keys()
-        arenas = checkpoint.arenas if is_own else replicas.arenas_of(wanted.identity)
+        arenas = checkpoint.arenas if is_own else replicas.kept.arenas_of(wanted.identity)
         if not ranks <= arenas.keys():
             then(None, "it has no copies of them")
             return
 
         def written(done: Future[Written]) -> None:
             if not is_own:
-                replicas.release(wanted.identity)
+                replicas.arenas.release(wanted.identity)
             then(None if failure(done) else done.result(), failure(done))
 
         if not is_own:
-            replicas.lease(wanted.identity)  # a newer checkpoint may be replicated meanwhile
+            replicas.arenas.lease(wanted.identity)  # a newer checkpoint may be replicated meanwhile
         # Not in the COMMIT lane, which waits for it.
         lane = Lane.PART if is_own else Lane.MEMORY
         context.run(lane, lambda: write_part(self._store, wanted, arenas, cancel=cancel), written)

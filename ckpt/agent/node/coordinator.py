@@ -178,11 +178,11 @@ class Coordinator:
 
         def rebuild(held: Inventory, then: Callable[[str], None]) -> None:
             def rebuilt(error: str) -> None:
-                memory.replicas.release(identity)
+                memory.replicas.arenas.release(identity)
                 then(error)
 
             # Leased, since a newer checkpoint may be replicated meanwhile and evict this one.
-            memory.replicas.lease(identity)
+            memory.replicas.arenas.lease(identity)
             services = network, self._context.workers, memory.replica_service, memory.arenas_of, held
             collector = CheckpointCollector(*services, job.nodes, self.memory_nodes.nodes(), job.context.guard)
             collector.rebuild(identity, held.missing_ranks(identity), {}, rebuilt)

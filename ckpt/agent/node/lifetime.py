@@ -119,7 +119,7 @@ class Lifetime:
         # After a job's regular end nobody comes back for what is kept of it.
         ended = bool(jobs) and jobs[-1].context.is_finished
         ended = ended and not any(each.epoch > jobs[-1].epoch for each in self._jobs.followed)
-        keeps = bool(self._jobs.followed or self._memory.replicas.identities) and not ended
+        keeps = bool(self._jobs.followed or self._memory.replicas.kept.identities) and not ended
         linger_s = self._idle_since_s + settings.linger_s
         # The node lost its ranks and its coordinator, but still holds checkpoints that a start may want.
         if keeps and not is_end_requested:

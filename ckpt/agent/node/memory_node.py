@@ -143,7 +143,7 @@ class MemoryNode:
 
     def _find_uncoordinated_job(self) -> UncoordinatedJob | None:
         terms = self.lease.terms
-        if self.lease.is_connected or not self.memory.replicas.identities or not terms:
+        if self.lease.is_connected or not self.memory.replicas.kept.identities or not terms:
             return None
         return UncoordinatedJob(max(terms), (), 0, terms)
 
@@ -194,7 +194,7 @@ class MemoryNode:
         busy = lease.launch or "another one" if waits else lease.borrow(channel.peer, terms)
         if not busy:
             fence.on_epoch_begun(channel.peer, epoch)
-            lease.drop_old_terms({identity.epoch for identity in self.memory.replicas.identities})
+            lease.drop_old_terms({identity.epoch for identity in self.memory.replicas.kept.identities})
         self._answer_borrower(channel, int(message.fields["id"]), busy, [])
 
     def _on_node_lost(self, channel: Channel, message: Message) -> None:
@@ -251,10 +251,10 @@ class MemoryNode:
         lending = {
             "at": [str(each) for each in self.addresses],
             "memory_bytes": lease.memory_bytes,
-            "used_bytes": replicas.bytes,
+            "used_bytes": replicas.arenas.bytes,
             "launch": lease.launch or None,
             "connected": lease.is_connected,
-            "keeps": [str(each) for each in sorted(replicas.identities)],
+            "keeps": [str(each) for each in sorted(replicas.kept.identities)],
             "whole": [str(each) for each in sorted(held.world_sizes) if not held.missing_ranks(each)],
             "committing": str(committing) if committing is not None else None,
             "error": self.orphans.error or None,

@@ -34,7 +34,7 @@ from ckpt.types import OWN_NODE, Epoch, Identity, format_count
 if TYPE_CHECKING:
     from ckpt.agent.node.startup_state import Start
 
-START_READER = "start"  # the reader of frames that a start has served (see ReplicaStore.offer)
+START_READER = "start"  # the reader of frames that a start has served (see ReplicaOffers.add)
 
 
 class NodeMemory:
@@ -47,7 +47,7 @@ class NodeMemory:
         self.newest_remote_epoch = Epoch(0, "0" * 16)
         self.inventory_lease = InventoryLease(server.call_later)
         self.replicas = ReplicaStore(workers, server.post)
-        self.replicas.set_limit(self.replica_bytes_max)
+        self.replicas.arenas.set_limit(self.replica_bytes_max)
         self.replicas.get_eviction_rule = self.eviction_predicate
         self.replicas.check_eviction = lambda epoch: self.inventory_lease.check(OWN_NODE, epoch)
         own = self.arenas_of, lambda: context.network, workers.free_bytes
@@ -64,7 +64,7 @@ class NodeMemory:
                 found.add_epoch(each.claim, each.epoch, each.local_share.ended_step())
                 found.add_arenas(each.local_share.all_arenas())
         found.merge(self.replicas.inventory(), "")
-        for identity in self.replicas.identities:
+        for identity in self.replicas.kept.identities:
             # The step 0: a holder of a replica has not seen how far that run came.
             found.add_epoch(None, identity.epoch, 0)
         elsewhere = (each for each in (self.inventory_lease.epoch_floor, self.newest_remote_epoch) if each.number)
@@ -96,7 +96,7 @@ class NodeMemory:
         proves that the coordinator saw all ranks stage it."""
         found: dict[int, Arena] = {}
         arenas = [arena for _, share in self._jobs.shares() for arena in share.all_arenas()]
-        for arena in [*arenas, *self.replicas.arenas()]:
+        for arena in [*arenas, *self.replicas.kept.arenas_by_key.values()]:
             held = find_sealed_snapshot(arena) if hashed else find_snapshot(arena)
             if held is not None and held[0][0] == identity:
                 found.setdefault(held[0][1], arena)
@@ -112,8 +112,8 @@ class NodeMemory:
     def memory_use(self, epoch: Epoch) -> MemoryUse:
         """The memory taken by everything but the slots of that epoch's job."""
         others = [share.arena_bytes for each, share in self._jobs.shares() if each != epoch]
-        lent_bytes = self.replicas.bytes_of(epoch)
-        return MemoryUse(sum(others) + self.replicas.bytes - lent_bytes, lent_bytes - self.replicas.unallocated_bytes)
+        lent, lent_bytes = self.replicas.arenas, self.replicas.arenas.bytes_of(epoch)
+        return MemoryUse(sum(others) + lent.bytes - lent_bytes, lent_bytes - lent.unallocated_bytes)
 
     def replica_bytes_max(self) -> int:
         """The bytes that replicas may take on this node now.
@@ -122,7 +122,7 @@ class NodeMemory:
         free beyond the reserve. A user's memory limit lowers this to what remains beside the newest job's slots. These
         are at least SLOTS_MIN, if so many are planned, and all that exist: a surplus slot is freed once it holds
         nothing needed."""
-        allocated_bytes, free_bytes = self.replicas.allocated_bytes, self._context.workers.free_bytes()
+        allocated_bytes, free_bytes = self.replicas.arenas.allocated_bytes, self._context.workers.free_bytes()
         if self._memory_lease is not None:
             return min(self._memory_lease.memory_bytes, allocated_bytes + free_bytes)
         reserve_bytes = memory_pressure.reserve_bytes(memory_plan.total_bytes())
@@ -130,7 +130,7 @@ class NodeMemory:
         newest = max(self._jobs.shares(), key=lambda each: each[0], default=None)
         if newest is not None and (plan := newest[1].limited_plan) is not None:
             # The plan counts the replicas of other epochs as taken.
-            others_bytes = self.replicas.bytes - self.replicas.bytes_of(newest[0])
+            others_bytes = self.replicas.arenas.bytes - self.replicas.arenas.bytes_of(newest[0])
             slots = max(min(SLOTS_MIN, plan.slots), len(newest[1].arenas))
             rooms.append(others_bytes + plan.replica_bytes_max(slots))
         return min(rooms)
@@ -147,7 +147,7 @@ class NodeMemory:
             "peer_bandwidth": network.rate_limit_bytes_s if network is not None else None,
             "store_requests": context.store.usage.requests(),
             "store_bytes": context.store.usage.bytes_moved(),
-            "copies": self.replicas.status_fields(),
+            "copies": self.replicas.kept.status_fields(),
         }
 
     # -- who may have what dropped
@@ -249,15 +249,15 @@ class MemoryRelief:
     def relieve_pressure(self, now_s: float) -> float | None:
         """Gives memory back when the machine runs out of it: warm pages, then replicas, then former jobs. Returns when
         to look again; None: nothing is held."""
-        replicas, workers = self._memory.replicas, self._context.workers
-        if not self._jobs.shares() and not replicas.bytes:
+        arenas, workers = self._memory.replicas.arenas, self._context.workers
+        if not self._jobs.shares() and not arenas.bytes:
             return None
         if now_s < self._last_relief_s + memory_pressure.PERIOD_S:
             return self._last_relief_s + memory_pressure.PERIOD_S
         self._last_relief_s = now_s
         free_bytes = workers.free_bytes()
         missing = memory_pressure.missing_bytes(free_bytes, memory_plan.total_bytes())
-        freed, gone = replicas.close_spares(missing) if missing else 0, 0
+        freed, gone = arenas.close_spares(missing) if missing else 0, 0
         if freed < missing and not self._memory.inventory_lease.is_held:
             for give_back in (self._evict_superseded_replicas, self._drop_earlier_starts):
                 more, count = give_back(missing - freed)
@@ -302,12 +302,12 @@ class MemoryRelief:
         """Evicts replicas and parity of superseded checkpoints, the oldest first, until `missing` bytes are free.
         Returns the bytes freed, and of how many checkpoints."""
         begun, replicas, freed, gone = self._memory.retention_rule(), self._memory.replicas, 0, 0
-        for identity in sorted(replicas.identities):
+        for identity in sorted(replicas.kept.identities):
             if freed < missing and begun is not None and begun.supersedes(identity):
-                before = replicas.bytes
+                before = replicas.arenas.bytes
                 replicas.evict(identity.__eq__)
-                replicas.close_spares(missing - freed)
-                freed, gone = freed + before - replicas.bytes, gone + 1
+                replicas.arenas.close_spares(missing - freed)
+                freed, gone = freed + before - replicas.arenas.bytes, gone + 1
         return freed, gone
 
     def _drop_earlier_starts(self, missing: int) -> tuple[int, int]:

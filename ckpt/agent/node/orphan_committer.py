@@ -251,11 +251,11 @@ class OrphanCommitter:
         log.warning("%s in memory, is committed from here", text)
 
         def ended(done: Future[Committed]) -> None:
-            self._memory.replicas.release(identity)
+            self._memory.replicas.arenas.release(identity)
             self._guard(attempt, lambda: self._on_orphan_committed(attempt, identity, done))
 
         parts = self._plan_orphan_write(attempt, found, terms)
-        self._memory.replicas.lease(identity)
+        self._memory.replicas.arenas.lease(identity)
         self._context.workers.run(
             Lane.COMMIT,
             lambda: commit_orphan(self._context.store, checkpoint, terms, attempt.cancel, parts),

@@ -159,7 +159,7 @@ class SnapshotHandlers:
         def written(done: Future[Written]) -> None:
             moving.end()
             self._writes.remove(under_way)
-            replicas.release(identity)
+            replicas.arenas.release(identity)
             if error := failure(done):
                 channel.refuse(request_id, AgentError(error))
             else:
@@ -167,7 +167,7 @@ class SnapshotHandlers:
                 channel.reply(request_id, {}, [done.result().places.tobytes(), packs])
 
         # Leased, since a newer checkpoint may be replicated meanwhile and evict this one.
-        replicas.lease(identity)
+        replicas.arenas.lease(identity)
         self._writes.append(under_way)
         write = functools.partial(write_part, store, wanted, arenas, self._write_progress.advance, under_way[2])
         self._context.workers.run(Lane.COMMIT, write, written)

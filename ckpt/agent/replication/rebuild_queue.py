@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt.agent.replication.parity_worker import SCRATCH_BYTES
-from ckpt.agent.replication.replica_store import ReplicaStore
+from ckpt.agent.replication.replica_arenas import ReplicaArenas
 from ckpt.agent.runtime.coroutines import Promise
 from ckpt.errors import AgentError
 
@@ -33,8 +33,8 @@ class RebuildWork:
 class RebuildQueue:
     """Rebuilds of one node. `free_bytes`: memory that may still be taken on this machine."""
 
-    def __init__(self, copies: ReplicaStore, free_bytes: Callable[[], int]) -> None:
-        self._replicas, self._free_bytes = copies, free_bytes
+    def __init__(self, arenas: ReplicaArenas, free_bytes: Callable[[], int]) -> None:
+        self._arenas, self._free_bytes = arenas, free_bytes
         self._running_work: list[RebuildWork] = []
         self._queued_work: list[RebuildWork] = []
 
@@ -77,9 +77,9 @@ class RebuildQueue:
                 work.turn.set_result(None)
 
     def _refusal_reason(self, work: RebuildWork) -> str:
-        if work.size + SCRATCH_BYTES + self.unallocated_bytes + self._replicas.unallocated_bytes > self._free_bytes():
+        if work.size + SCRATCH_BYTES + self.unallocated_bytes + self._arenas.unallocated_bytes > self._free_bytes():
             return f"there is no memory for {work.size >> 20} MiB and the way to them"
         others_bytes = sum(each.size + SCRATCH_BYTES for each in self._running_work)
-        if work.reserved_bytes and not self._replicas.fits([others_bytes, work.size, work.reserved_bytes]):
+        if work.reserved_bytes and not self._arenas.fits([others_bytes, work.size, work.reserved_bytes]):
             return f"{work.size >> 20} MiB would not leave the {work.reserved_bytes >> 20} MiB that the job needs"
         return ""

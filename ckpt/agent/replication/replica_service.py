@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ckpt.ipc.arena import Arena
 
 CHUNKS_MAX = 4096  # parity chunks named in one message
-PARITY_SOURCE = "parity"  # the source name, in ReplicaStore.attempted, of chunks made here
+PARITY_SOURCE = "parity"  # the source name, in ReplicaStore.record_transfer, of chunks made here
 
 
 Then = Callable[[list[bytes], str], None]
@@ -116,7 +116,7 @@ class ReplicaService:
     ) -> None:
         self._workers, self._post, self._replicas = workers, post, copies
         self._arenas_of, self._network, self._free_bytes = arenas_of, network, free_bytes
-        self._rebuild_queue = RebuildQueue(copies, free_bytes)
+        self._rebuild_queue = RebuildQueue(copies.arenas, free_bytes)
 
     def ask(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> Promise[list[bytes]]:
         """Sends a request to `node` ("" is this one). The blobs of its answer come after this call. Errors of the
@@ -229,25 +229,25 @@ class ReplicaService:
         self, identity: Identity, world: int, where: Where, snapshots: Mapping[int, DescribedSnapshot]
     ) -> None:
         store = self._replicas
-        new = [name for name in dict.fromkeys(name for _, name, _ in where.chunks) if name not in store.chunks_by_name]
+        kept = store.kept.chunks_by_name
+        new = [name for name in dict.fromkeys(name for _, name, _ in where.chunks) if name not in kept]
         if any(store.is_incoming(name) for name in new):
             raise AgentError("it is on its way already")
         lengths = [name.stripe.length for name in new]
-        self._replicas.evict_to_fit(lengths)
-        if not self._replicas.fits(lengths):
+        store.evict_to_fit(lengths)
+        if not store.arenas.fits(lengths):
             raise AgentError(
                 f"there is no room for {sum(lengths) >> 20} MiB of parity in what this node has for others"
             )
-        short = (
-            sum(lengths) + self._rebuild_queue.unallocated_bytes + self._replicas.unallocated_bytes - self._free_bytes()
-        )
+        unallocated_bytes = self._rebuild_queue.unallocated_bytes + store.arenas.unallocated_bytes
+        short = sum(lengths) + unallocated_bytes - self._free_bytes()
         if short > 0:
             raise AgentError(f"{short >> 20} MiB of memory are missing for parity")
         origins = self._origins(identity, where, snapshots)
         arenas: dict[ParityChunkName, Arena] = {}
         try:
             for name in new:
-                arenas[name] = self._replicas.begin_chunk(name)
+                arenas[name] = store.begin_chunk(name)
         except (OSError, AgentError) as exc:
             store.end_chunks(arenas, [])
             raise AgentError(f"no memory for {sum(lengths) >> 20} MiB of parity") from exc
@@ -271,7 +271,7 @@ class ReplicaService:
     # -- lending
 
     def _offer_chunks(self, identity: Identity, reader: str, urgent: bool) -> list[bytes]:
-        lent, network = self._replicas.chunks_of(identity), self._network()
+        lent, network = self._replicas.kept.chunks_of(identity), self._network()
         if network is not None:
             for chunk in lent:
                 name = chunk.name.transfer_name
@@ -358,7 +358,7 @@ class ReplicaService:
     def _parity_origins(self, where: Where) -> dict[Striped, dict[Row, FrameOrigin]]:
         found: dict[Striped, dict[Row, FrameOrigin]] = {}
         for node, name, frames in where.chunks:
-            kept = self._replicas.chunks_by_name.get(name)
+            kept = self._replicas.kept.chunks_by_name.get(name)
             if kept is not None:
                 origin = FrameOrigin(name.transfer_name, kept.frames, local_data=kept.data)
             elif frames is not None:

@@ -5,74 +5,48 @@ It evicts when it is told: by a coordinator (`evict_superseded`, `evict_older_th
 
 A copy is an arena with the same bytes as the original, and is used like the original. Every frame is verified by its
 hash on arrival. The first page says what the arena holds; it is written last, so a partial copy is never taken for a
-whole one. A parity chunk is a replica that this node makes of other nodes' frames (parity_worker.py). Main thread only.
-Arenas are filled and closed by worker threads: zeroing 1 GiB would block the main thread for half a second.
+whole one. A parity chunk is a replica that this node makes of other nodes' frames (parity_worker.py). The replicas'
+memory is in replica_arenas.py. Main thread only.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from ckpt.agent.net.progress import Progress
-from ckpt.agent.net.tcp_receiver import Fetch
 from ckpt.agent.net.tcp_sender import Transport
+from ckpt.agent.replication.replica_arenas import (
+    IncomingReplica,
+    KeptReplicas,
+    ReplicaArenas,
+    ReplicaName,
+    checkpoint_of,
+)
 from ckpt.agent.replication.replica_offers import ReplicaOffers, transfer_name
-from ckpt.agent.runtime.coroutines import Promise, gather, promise_of
+from ckpt.agent.runtime.coroutines import gather, promise_of
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.described import DescribedSnapshot, ParityChunk, ParityChunkName
 from ckpt.agent.snapshots.inventory import Inventory, Key, find_sealed_snapshot
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.addresses import Address
-from ckpt.ipc.arena import Arena, created_bytes
+from ckpt.ipc.arena import Arena
 from ckpt.types import Epoch, Identity
 
-log = logging.getLogger("ckpt")
-
-SHOWN, RANKS_SHOWN = 4, 64
 # Checkpoints kept beside `announced_replicated` while it is unknown which one is replicated.
 FAILED_MAX = 2
 
-ReplicaName = Key | ParityChunkName
-
-
-def _checkpoint_of(name: ReplicaName) -> Identity:
-    return name.identity if isinstance(name, ParityChunkName) else name[0]
-
-
-def _bytes(arenas: Iterable[Arena]) -> int:
-    return sum(arena.size_bytes for arena in arenas)
-
-
-@dataclass(eq=False, slots=True)
-class _Incoming:
-    """A copy that is being fetched from agent `source`, or a chunk that is being made (`fetch` is None). `is_evicted`:
-    nobody wants the replica any more. `landed`: settled when the copy has come, or has failed."""
-
-    arena: Arena
-    source: str = ""
-    fetch: Fetch | None = None
-    is_evicted: bool = False
-    landed: Promise[None] = field(default_factory=Promise)
-
 
 class ReplicaStore:
-    """Replicas that this node keeps for peers. `arenas_by_key`: complete, verified copies. `chunks_by_name`: complete
-    parity chunks. `offers`: the transfers that this node offers peers."""
+    """Replicas that this node keeps for peers: how they arrive, and which are evicted. `kept`: the complete ones.
+    `arenas`: their memory. `offers`: the transfers that this node offers peers."""
 
     def __init__(self, workers: Workers, post: Callable[[Callable[[], None]], None]) -> None:
-        self.arenas_by_key: dict[Key, Arena] = {}
-        self.chunks_by_name: dict[ParityChunkName, ParityChunk] = {}
+        self._incoming: dict[ReplicaName, IncomingReplica] = {}
+        self.kept = KeptReplicas()
+        self.arenas = ReplicaArenas(workers, self.kept, self._incoming)
         self.offers = ReplicaOffers(workers)
         self.progress = Progress()  # of copies that arrive, and of parity that is made here
         self._workers, self._post = workers, post
-        self._spare_arenas: list[Arena] = []  # free arenas with warm pages
-        self._incoming: dict[ReplicaName, _Incoming] = {}
-        self._get_limit_bytes: Callable[[], int] | None = None  # the memory limit in bytes; None: unlimited
-        self._leases: Counter[Identity] = Counter()
-        self._evicted_leased: list[tuple[Identity, Arena]] = []  # evicted, but still leased
         # By checkpoint, the chunks that replace its other chunks once it is replicated.
         self._replacements: dict[Identity, frozenset[ParityChunkName]] = {}
         self.oldest_epoch: Epoch | None = None  # earlier epochs are not kept any more
@@ -83,55 +57,10 @@ class ReplicaStore:
         # Raises AgentError if that epoch may not have older replicas dropped now.
         self.check_eviction: Callable[[Epoch], None] = lambda epoch: None
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all arenas: kept, leased, on their way, and spare."""
-        return self.used_bytes + _bytes(self._spare_arenas)
-
-    @property
-    def used_bytes(self) -> int:
-        """`bytes` without the spare arenas."""
-        incoming = [each.arena for each in self._incoming.values()]
-        return _bytes([*self._kept.values(), *incoming, *(arena for _, arena in self._evicted_leased)])
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The part of `bytes` whose pages the machine has allocated."""
-        return self.bytes - self.unallocated_bytes
-
-    @property
-    def unallocated_bytes(self) -> int:
-        """Bytes that replicas on their way will still allocate: pages are taken as the data arrives."""
-        return sum(each.arena.untouched_bytes for each in self._incoming.values())
-
-    @property
-    def _kept(self) -> dict[ReplicaName, Arena]:
-        chunks = ((name, chunk.arena) for name, chunk in self.chunks_by_name.items())
-        return dict([*self.arenas_by_key.items(), *chunks])
-
-    @property
-    def identities(self) -> set[Identity]:
-        """The checkpoints of which a copy or parity is kept."""
-        return {_checkpoint_of(name) for name in self._kept}
-
-    def set_limit(self, room: Callable[[], int]) -> None:
-        """From now on a copy that does not fit is refused. `room`: the current limit of `bytes`."""
-        self._get_limit_bytes = room
-
-    def fits(self, sizes: Iterable[int]) -> bool:
-        """Whether arenas of these sizes fit in the limit once the spare ones are closed."""
-        return self._get_limit_bytes is None or self.used_bytes + sum(sizes) <= self._get_limit_bytes()
-
     def evict_to_fit(self, sizes: Iterable[int]) -> None:
         """Evicts what `get_eviction_rule` permits, if arenas of these sizes do not fit."""
-        if not self.fits(sizes):
+        if not self.arenas.fits(sizes):
             self.evict(self.get_eviction_rule())
-
-    def bytes_of(self, epoch: Epoch) -> int:
-        """Bytes kept and on their way of that epoch's checkpoints, with all spare memory."""
-        arenas = self._kept | {name: each.arena for name, each in self._incoming.items()}
-        of_epoch = [arena for name, arena in arenas.items() if _checkpoint_of(name).epoch == epoch]
-        return _bytes([*of_epoch, *self._spare_arenas])
 
     # -- as the node that keeps it
 
@@ -152,7 +81,8 @@ class ReplicaStore:
             except CkptError as exc:
                 errors.append(exc)
 
-        self.evict_to_fit([each.arena_bytes for each in wanted if (identity, each.rank) not in self.arenas_by_key])
+        kept = self.kept.arenas_by_key
+        self.evict_to_fit([each.arena_bytes for each in wanted if (identity, each.rank) not in kept])
         await gather(map(fetch, wanted))
         if wanted:
             self.record_transfer(identity, source, not errors)
@@ -169,23 +99,23 @@ class ReplicaStore:
     ) -> None:
         if key in self._incoming:
             await self._incoming[key].landed
-            if key not in self.arenas_by_key:
+            if key not in self.kept.arenas_by_key:
                 raise AgentError("it was on its way already, and has not come")
-        if key in self.arenas_by_key:
+        if key in self.kept.arenas_by_key:
             return
         try:
-            arena = self._take_arena(wanted.arena_bytes)
+            arena = self.arenas.take(wanted.arena_bytes)
         except (OSError, AgentError) as exc:
             raise AgentError(f"no memory for a copy: {exc}") from exc
         arena.begin_fill()
         at, room = (source, addresses, transfer_name(*key)), arena.view[: arena.size_bytes]
         fetch = transport.fetch(*at, room, wanted.frames, landed=self.progress.advance)
-        incoming = self._incoming[key] = _Incoming(arena, source, fetch)
+        incoming = self._incoming[key] = IncomingReplica(arena, source, fetch)
         try:
             await promise_of(fetch.completion, self._post)
             self._seal_replica(key, incoming, wanted)
         except Exception:
-            self._recycle_arena(arena)
+            self.arenas.recycle(arena)
             raise
         finally:
             del self._incoming[key]
@@ -197,7 +127,7 @@ class ReplicaStore:
             if each.fetch is not None and each.source == source:
                 each.fetch.cancel()
 
-    def _seal_replica(self, key: Key, incoming: _Incoming, wanted: DescribedSnapshot) -> None:
+    def _seal_replica(self, key: Key, incoming: IncomingReplica, wanted: DescribedSnapshot) -> None:
         """Errors: AgentError if the replica is not wanted any more, or is not what it should be."""
         if incoming.is_evicted or self._is_outdated(key[0]):
             raise AgentError(f"nobody goes on from {key[0]} any more")
@@ -205,7 +135,7 @@ class ReplicaStore:
         found = find_sealed_snapshot(incoming.arena)
         if found is None or found[0] != key:
             raise AgentError(f"what came as rank {key[1]} of {key[0]} says that it is something else")
-        self.arenas_by_key[key] = incoming.arena
+        self.kept.arenas_by_key[key] = incoming.arena
 
     # -- letting go
 
@@ -232,69 +162,50 @@ class ReplicaStore:
 
         Errors: AgentError, see `check_eviction`."""
         self.check_eviction(identity.epoch)
-        others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
+        others = {i for i in self.kept.identities if i.epoch == identity.epoch and i not in (identity, safe)}
         stay, may_stay = set[Identity | None](), set[Identity | None]()  # in any case; while there is room
         if safe is None:
             left = sorted(others - {each for each, _ in self._failed_transfers} - {self.announced_replicated})[
                 -FAILED_MAX:
             ]
             stay, may_stay = {self.announced_replicated, *left[-1:]}, {*left[:-1]}
-        elif safe not in self.identities:
+        elif safe not in self.kept.identities:
             may_stay = {self.announced_replicated}
         wanted = {identity, safe} | stay | may_stay
         self.evict(lambda each: each.epoch == identity.epoch and each not in wanted)  # cancels transfers, too
-        if not self.fits(sizes):
+        if not self.arenas.fits(sizes):
             self.evict((others & may_stay).__contains__)
-        if needed is not None and safe != identity and not self.fits(sizes):
-            self._evict_replicas([key for key in self.arenas_by_key if key[0] == safe and key[1] not in needed])
+        if needed is not None and safe != identity and not self.arenas.fits(sizes):
+            self._evict_replicas([key for key in self.kept.arenas_by_key if key[0] == safe and key[1] not in needed])
             if not needed:
-                self._evict_replicas([name for name in self.chunks_by_name if name.identity == safe])
+                self._evict_replicas([name for name in self.kept.chunks_by_name if name.identity == safe])
 
     def evict(self, goes: Callable[[Identity], bool]) -> None:
         """Evicts these checkpoints, and cancels what is still on its way of them. Leased copies go at `release`."""
-        for each in [each for name, each in self._incoming.items() if goes(_checkpoint_of(name))]:
+        for each in [each for name, each in self._incoming.items() if goes(checkpoint_of(name))]:
             each.is_evicted = True
             if each.fetch is not None:
                 each.fetch.cancel()
         self.offers.end_all(goes)
         self._failed_transfers = {each for each in self._failed_transfers if not goes(each[0])}
         self._replacements = {identity: names for identity, names in self._replacements.items() if not goes(identity)}
-        self._evict_replicas([name for name in self._kept if goes(_checkpoint_of(name))])
+        self._evict_replicas([name for name in self.kept.by_name if goes(checkpoint_of(name))])
 
     def _evict_replicas(self, names: Iterable[ReplicaName]) -> None:
         for name in names:
-            if isinstance(name, ParityChunkName):
-                self.offers.end(name.transfer_name)
-                arena = self.chunks_by_name.pop(name).arena
-            else:
-                self.offers.end(transfer_name(*name))
-                arena = self.arenas_by_key.pop(name)
-            if self._leases[_checkpoint_of(name)]:
-                self._evicted_leased.append((_checkpoint_of(name), arena))
-            else:
-                self._recycle_arena(arena)
+            self.offers.end(name.transfer_name if isinstance(name, ParityChunkName) else transfer_name(*name))
+            self.arenas.retire(checkpoint_of(name), self.kept.pop(name))
 
     def evict_other_chunks(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
         """Evicts all other chunks of that checkpoint: they came of a failed attempt."""
         self._replacements.pop(identity, None)
-        self._evict_replicas([name for name in self.chunks_by_name if name.identity == identity and name not in names])
+        self._evict_replicas(
+            [name for name in self.kept.chunks_by_name if name.identity == identity and name not in names]
+        )
 
     def plan_replacement(self, identity: Identity, names: Collection[ParityChunkName]) -> None:
         """As `evict_other_chunks`, but once the checkpoint is replicated: until then the other chunks replicate it."""
         self._replacements[identity] = frozenset(names)
-
-    def lease(self, identity: Identity) -> None:
-        """Protects the replicas of that checkpoint from reuse until `release`. Leases are counted."""
-        self._leases[identity] += 1
-
-    def release(self, identity: Identity) -> None:
-        """Ends one lease. After the last, the memory of evicted replicas is reused."""
-        self._leases[identity] -= 1
-        if not self._leases[identity]:
-            del self._leases[identity]
-            for each in [each for each in self._evicted_leased if each[0] == identity]:
-                self._evicted_leased.remove(each)
-                self._recycle_arena(each[1])
 
     def evict_older_than(self, newer: Identity) -> None:
         """Evicts all checkpoints older than `newer`, which is replicated, also of earlier epochs. Errors: AgentError,
@@ -323,93 +234,45 @@ class ReplicaStore:
     def _is_outdated(self, identity: Identity) -> bool:
         return self.oldest_epoch is not None and identity.epoch < self.oldest_epoch
 
-    def close_spares(self, missing: int) -> int:
-        """Closes spare arenas until about `missing` bytes are free. Returns the bytes freed."""
-        freed = 0
-        while self._spare_arenas and freed < missing:
-            freed += self._spare_arenas[0].size_bytes
-            self._workers.close_arenas([self._spare_arenas.pop(0)])
-        return freed
-
     def close(self) -> None:
-        incoming, leased = list(self._incoming.values()), [arena for _, arena in self._evicted_leased]
-        for each in incoming:
+        for each in list(self._incoming.values()):
             if each.fetch is not None:
                 each.fetch.cancel()
-        arenas = [*(each.arena for each in incoming), *self._kept.values(), *leased, *self._spare_arenas]
-        self._workers.close_arenas(arenas)
-        self.arenas_by_key.clear()
-        self.chunks_by_name.clear()
-        self._evicted_leased.clear()
-        self._spare_arenas.clear()
-
-    def arenas_of(self, identity: Identity) -> dict[int, Arena]:
-        """The complete copies of that checkpoint, by rank."""
-        return {rank: arena for (each, rank), arena in self.arenas_by_key.items() if each == identity}
-
-    def status_fields(self) -> dict[str, list[int]]:
-        """For display: of the newest SHOWN checkpoints, the ranks of which copies are kept."""
-        return {str(each): sorted(self.arenas_of(each))[:RANKS_SHOWN] for each in sorted(self.identities)[-SHOWN:]}
+        self.arenas.close()
+        self.kept.arenas_by_key.clear()
+        self.kept.chunks_by_name.clear()
 
     def add_rebuilt(self, key: Key, arena: Arena) -> None:
         """Adds a copy that was rebuilt here; closes it if there is one already."""
-        if key in self.arenas_by_key:
+        if key in self.kept.arenas_by_key:
             self._workers.close_arenas([arena])
         else:
-            self.arenas_by_key[key] = arena
-
-    def arenas(self) -> Iterable[Arena]:
-        return self.arenas_by_key.values()
-
-    def chunks_of(self, identity: Identity) -> list[ParityChunk]:
-        return [chunk for name, chunk in self.chunks_by_name.items() if name.identity == identity]
+            self.kept.arenas_by_key[key] = arena
 
     def inventory(self) -> Inventory:
         """The inventory of the replicas."""
         found = Inventory(announced_replicated=self.announced_replicated)
-        found.add_arenas(self.arenas_by_key.values())
-        found.add_chunks(self.chunks_by_name.values())
+        found.add_arenas(self.kept.arenas_by_key.values())
+        found.add_chunks(self.kept.chunks_by_name.values())
         return found
 
-    # -- memory
+    # -- parity that is made here
 
     def is_incoming(self, name: ReplicaName) -> bool:
         return name in self._incoming
 
     def begin_chunk(self, name: ParityChunkName) -> Arena:
         """An arena for that chunk, with arbitrary contents, until `end_chunks`. Errors: AgentError, OSError."""
-        arena = self._take_arena(name.stripe.length)
-        self._incoming[name] = _Incoming(arena)
+        arena = self.arenas.take(name.stripe.length)
+        self._incoming[name] = IncomingReplica(arena)
         return arena
 
     def end_chunks(self, names: Iterable[ParityChunkName], made: Collection[ParityChunk]) -> str:
         """Ends chunks that were begun; `made` are complete. Returns why some of `made` are not kept; "" if all are."""
         incoming = {name: self._incoming.pop(name) for name in names}
         unwanted = {c.name for c in made if incoming[c.name].is_evicted or self._is_outdated(c.name.identity)}
-        self.chunks_by_name.update((chunk.name, chunk) for chunk in made if chunk.name not in unwanted)
+        self.kept.chunks_by_name.update((chunk.name, chunk) for chunk in made if chunk.name not in unwanted)
         for name, each in incoming.items():
-            if name not in self.chunks_by_name:
-                self._recycle_arena(each.arena)
+            if name not in self.kept.chunks_by_name:
+                self.arenas.recycle(each.arena)
         return f"nobody goes on from {next(iter(unwanted)).identity} any more" if unwanted else ""
-
-    def _take_arena(self, size: int) -> Arena:
-        """An arena for `size` bytes, a spare one if possible. Errors: AgentError if there is no room, OSError."""
-        for arena in self._spare_arenas:
-            if arena.size_bytes == created_bytes(size):
-                self._spare_arenas.remove(arena)
-                return arena
-        if self._get_limit_bytes is not None:
-            room = self._get_limit_bytes()
-            self.close_spares(self.bytes + size - room)
-            if self.bytes + size > room:
-                used, wanted = self.bytes >> 20, size >> 20
-                raise AgentError(
-                    f"{used} MiB of the {room >> 20} MiB that it has for others are in use, {wanted} more are not left"
-                )
-        return Arena.create(size)
-
-    def _recycle_arena(self, arena: Arena) -> None:
-        """Keeps the arena as a warm spare. Closes the oldest spares beyond the bytes of the replicas that are kept."""
-        arena.begin_fill()
-        self._spare_arenas.append(arena)
-        self.close_spares(_bytes(self._spare_arenas) - _bytes(self._kept.values()))

@@ -113,14 +113,14 @@ def test_only_what_the_new_epoch_did_not_go_on_from_may_go_before_it_has_a_check
 
 
 def test_it_commits_only_while_no_coordinator_is_connected() -> None:
-    replicas = SimpleNamespace(identities={at(ONE, 5)})
-    node: Any = SimpleNamespace(lease=lent(), memory=SimpleNamespace(replicas=replicas))
+    kept = SimpleNamespace(identities={at(ONE, 5)})
+    node: Any = SimpleNamespace(lease=lent(), memory=SimpleNamespace(replicas=SimpleNamespace(kept=kept)))
     assert MemoryNode._find_uncoordinated_job(node) is None
     node.lease.on_coordinator_lost("x")
     job = MemoryNode._find_uncoordinated_job(node)
     assert job is not None
     assert set(job.terms) == {ONE}
-    replicas.identities.clear()
+    kept.identities.clear()
     assert MemoryNode._find_uncoordinated_job(node) is None
 
 

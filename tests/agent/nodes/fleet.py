@@ -171,7 +171,7 @@ class Fleet:
     def held(self, name: str, identity: Identity) -> dict[int, Arena]:
         """What that node has of it, by rank."""
         own = {rank: self.arenas[identity][rank] for rank in self.ranks[name]}
-        return {**self.copies[name].arenas_of(identity), **own}
+        return {**self.copies[name].kept.arenas_of(identity), **own}
 
     @property
     def me(self) -> str:
@@ -268,12 +268,12 @@ class Fleet:
 
     def kept(self, name: str) -> set[int]:
         """The steps of which that node keeps parity."""
-        return {each.identity.version.step for each in self.copies[name].chunks_by_name}
+        return {each.identity.version.step for each in self.copies[name].kept.chunks_by_name}
 
     def check(self, identity: Identity, made: Mapping[int, str]) -> None:
         """What was made is what was lost, bit for bit."""
         for rank, name in made.items():
-            original, again = self.arenas[identity][rank], self.copies[name].arenas_of(identity)[rank]
+            original, again = self.arenas[identity][rank], self.copies[name].kept.arenas_of(identity)[rank]
             at, length = original.tail()
             assert bytes(again.view[: at + length]) == bytes(original.view[: at + length])
 

@@ -67,7 +67,7 @@ class Part:
         size = self.fleet.arenas[STEP][self.makeable].size_bytes
         for name in set(NODES) - self.fleet.gone:
             copies = self.fleet.copies[name]
-            copies.set_limit(lambda most=copies.used_bytes + size + room_bytes: most)  # type: ignore[misc]
+            copies.arenas.set_limit(lambda most=copies.arenas.used_bytes + size + room_bytes: most)  # type: ignore[misc]
             self.leave[name] = leave_bytes
 
     def look(self) -> None:

@@ -68,10 +68,11 @@ def test_whoever_is_lost_what_they_staged_is_made_again_bit_for_bit(
             assert made.keys() == makeable.keys()
             fleet.check(STEP, made)
             for name in set(made.values()):
-                assert fleet.copies[name].arenas_of(STEP).keys() == {rank for rank, at in made.items() if at == name}
+                kept = fleet.copies[name].kept.arenas_of(STEP)
+                assert kept.keys() == {rank for rank, at in made.items() if at == name}
             for copies in fleet.copies.values():
-                while copies.arenas_by_key:
-                    copies.arenas_by_key.popitem()[1].close()
+                while copies.kept.arenas_by_key:
+                    copies.kept.arenas_by_key.popitem()[1].close()
 
 
 def inventory(fleet: Fleet) -> Inventory:
@@ -81,7 +82,7 @@ def inventory(fleet: Fleet) -> Inventory:
         if name not in fleet.gone:
             own = Inventory()
             own.add_arenas(fleet.arenas[STEP][rank] for rank in ranks)
-            own.add_chunks(fleet.copies[name].chunks_by_name.values())
+            own.add_chunks(fleet.copies[name].kept.chunks_by_name.values())
             whole.merge(Inventory.parse(msgpack.unpackb(msgpack.packb(own.fields()))), name)
     return whole
 
@@ -177,7 +178,7 @@ def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_
     not know what is safe."""
     fleet = make(FOUR, Parity(3, 1))
     assert fleet.protect(STEP) == ""
-    before = {name: set(copies.chunks_by_name) for name, copies in fleet.copies.items()}
+    before = {name: set(copies.kept.chunks_by_name) for name, copies in fleet.copies.items()}
     fleet.option, fleet.gone = Parity(1, 1), {"d"}
     assert "no connection" in fleet.protect(STEP, safe)
     made, error = fleet.rebuild(STEP)
@@ -186,8 +187,8 @@ def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_
     fleet.gone = set()
     assert fleet.protect(STEP, safe) == ""
     for name, copies in fleet.copies.items():
-        assert copies.chunks_by_name
-        assert before[name].isdisjoint(copies.chunks_by_name)
+        assert copies.kept.chunks_by_name
+        assert before[name].isdisjoint(copies.kept.chunks_by_name)
 
 
 def test_parity_that_a_failed_attempt_was_to_be_replaced_by_does_not_take_the_place_of_that_which_is_whole(
@@ -215,9 +216,9 @@ def test_parity_of_what_is_safe_of_which_a_failed_attempt_has_left_more_gives_wa
     fleet.option, fleet.gone = Parity(1, 1), {"d"}
     assert "no connection" in fleet.protect(STEP, STEP)
     fleet.gone = set()
-    assert len(fleet.copies["a"].chunks_by_name) > 1
-    left = fleet.copies["a"].bytes
-    fleet.copies["a"].set_limit(lambda: left)
+    assert len(fleet.copies["a"].kept.chunks_by_name) > 1
+    left = fleet.copies["a"].arenas.bytes
+    fleet.copies["a"].arenas.set_limit(lambda: left)
     assert "there is no room" in fleet.protect(NEXT, STEP)
     assert 5 in fleet.kept("a")
     fleet.gone = {"d"}
@@ -235,12 +236,12 @@ def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(
         assert fleet.protect(identity(step), safe) == ""
         safe = identity(step)
         for copies in fleet.copies.values():
-            one = sum(chunk.arena.size_bytes for chunk in copies.chunks_by_name.values())
-            assert 0 < copies.bytes <= 2 * one
-            assert copies.bytes_of(safe.epoch) == copies.bytes, "memory is planned anew without it"
+            one = sum(chunk.arena.size_bytes for chunk in copies.kept.chunks_by_name.values())
+            assert 0 < copies.arenas.bytes <= 2 * one
+            assert copies.arenas.bytes_of(safe.epoch) == copies.arenas.bytes, "memory is planned anew without it"
     for copies in fleet.copies.values():
         copies.evict(lambda each: True)
-        assert copies.bytes == 0
+        assert copies.arenas.bytes == 0
 
 
 def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_got_and_keeps_the_next(
@@ -249,9 +250,9 @@ def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_go
     """Whatever the system has said before of what is left."""
     fleet = make(UNEVEN, Parity(2, 2))
     assert fleet.protect(STEP) == ""
-    copies = max(fleet.copies.values(), key=lambda each: len(each.chunks_by_name))
-    assert len(copies.chunks_by_name) > 1
-    begin, used_bytes, got = copies.begin_chunk, copies.used_bytes, list[ParityChunkName]()
+    copies = max(fleet.copies.values(), key=lambda each: len(each.kept.chunks_by_name))
+    assert len(copies.kept.chunks_by_name) > 1
+    begin, used_bytes, got = copies.begin_chunk, copies.arenas.used_bytes, list[ParityChunkName]()
 
     def full(name: ParityChunkName) -> Arena:
         if got:
@@ -262,7 +263,7 @@ def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_go
     copies.begin_chunk = full  # type: ignore[method-assign]
     assert "no memory for" in fleet.protect(NEXT, STEP)
     assert got
-    assert copies.used_bytes == used_bytes
+    assert copies.arenas.used_bytes == used_bytes
     copies.begin_chunk = begin  # type: ignore[method-assign]
     assert fleet.protect(NEXT, STEP) == ""
 
@@ -272,7 +273,7 @@ def test_attempts_for_which_there_is_no_room_leave_nothing_behind(make: Make, sa
     fleet = make(FOUR, Parity(2, 2))
     assert fleet.protect(STEP) == ""
     for copies in fleet.copies.values():
-        copies.set_limit(lambda: 1)
+        copies.arenas.set_limit(lambda: 1)
     for step in range(10, 30, 5):
         assert "there is no room" in fleet.protect(identity(step), safe)
         for copies in fleet.copies.values():
@@ -329,7 +330,7 @@ def test_a_member_that_gives_other_bytes_than_it_says_gets_no_parity_and_spoils_
 
 def chunk_of(fleet: Fleet, row: Row) -> tuple[str, ParityChunk]:
     """The largest such, and who keeps it."""
-    kept = [(name, chunk) for name, each in fleet.copies.items() for chunk in each.chunks_by_name.values()]
+    kept = [(name, chunk) for name, each in fleet.copies.items() for chunk in each.kept.chunks_by_name.values()]
     return max((each for each in kept if each[1].name.row is row), key=lambda each: len(each[1].data))
 
 
@@ -345,7 +346,7 @@ def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_
     chunk.data[:5] = b"wrong"
     if lies:
         changed = replace(chunk, frames=chunk_frames(chunk.data, len(chunk.data)))
-        fleet.copies[name].chunks_by_name[chunk.name] = changed
+        fleet.copies[name].kept.chunks_by_name[chunk.name] = changed
     outcomes = set()
     for count in (1, 2):
         for gone in itertools.combinations(sorted(set(FOUR) - {name}), count):
@@ -354,8 +355,8 @@ def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_
             fleet.check(STEP, made)
             outcomes.add((count, error == ""))
             for copies in fleet.copies.values():
-                while copies.arenas_by_key:
-                    copies.arenas_by_key.popitem()[1].close()
+                while copies.kept.arenas_by_key:
+                    copies.kept.arenas_by_key.popitem()[1].close()
     assert (1, True) in outcomes
     assert (1, False) not in outcomes, "one loss leaves another parity"
     assert (2, False) in outcomes, "two losses need both"
@@ -385,7 +386,7 @@ def test_what_a_survivor_holds_damaged_counts_as_lost(
 def test_what_is_damaged_is_done_without_once_though_several_lost_ranks_come_upon_it(make: Make) -> None:
     fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
     assert fleet.protect(STEP) == ""
-    kept = [chunk for each in fleet.copies.values() for chunk in each.chunks_by_name.values()]
+    kept = [chunk for each in fleet.copies.values() for chunk in each.kept.chunks_by_name.values()]
     (chunk,) = [each for each in kept if each.name.stripe.ranks == {0, 1} and each.name.row is Row.P]
     chunk.data[:5] = b"wrong"
     fleet.gone = {"a"}
@@ -422,8 +423,8 @@ def test_whenever_it_is_given_up_nothing_stays_to_be_read(make: Make) -> None:
         assert not any(link.offers for name, link in fleet.links.items() if name != "a")
         fleet.check(STEP, made)
         for copies in fleet.copies.values():
-            while copies.arenas_by_key:
-                copies.arenas_by_key.popitem()[1].close()
+            while copies.kept.arenas_by_key:
+                copies.kept.arenas_by_key.popitem()[1].close()
         if by_itself:
             break
     assert seen == {0, 1, 2}
@@ -463,7 +464,7 @@ def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
             fleet.turned.until(lambda heard=heard: heard)
             count += 1
             for copies in fleet.copies.values():
-                for key, arena in copies.arenas_by_key.items():
+                for key, arena in copies.kept.arenas_by_key.items():
                     at, length = arena.tail()
                     assert bytes(arena.view[: at + length]) == bytes(fleet.arenas[STEP][key[1]].view[: at + length])
     assert count

@@ -37,7 +37,8 @@ def bound(fleet: Fleet, made: float) -> None:
     """Each node has memory for the way to one snapshot, and for so many made again."""
     size = max(arena.size_bytes for arena in fleet.arenas[STEP].values())
     room = SCRATCH_BYTES + int(made * size)
-    fleet.free_bytes = lambda name: room - sum(arena.size_bytes for arena in fleet.copies[name].arenas_by_key.values())
+    copies = fleet.copies
+    fleet.free_bytes = lambda name: room - sum(arena.size_bytes for arena in copies[name].kept.arenas_by_key.values())
 
 
 class Watched:
@@ -90,7 +91,7 @@ def test_parity_takes_no_memory_that_what_is_being_made_again_will_take(fleet: F
     fleet.gone, size, filled = set(), 1 << 20, 1 << 10
     for each in fleet.parities.values():
         assert each._rebuild_queue.enqueue(RebuildWork(size, 0, False, "", lambda: filled)).is_settled
-    parity = max(sum(name.stripe.length for name in copies.chunks_by_name) for copies in fleet.copies.values())
+    parity = max(sum(name.stripe.length for name in copies.kept.chunks_by_name) for copies in fleet.copies.values())
     room = parity + size - filled + SCRATCH_BYTES
     fleet.free_bytes = lambda name: room - 1
     assert "of memory are missing for parity" in fleet.protect(NEXT, STEP)
@@ -120,8 +121,8 @@ class Maker:
         self.ended: dict[int, str] = {}
         self.works: dict[int, RebuildWork] = {}
         copies = ReplicaStore(cast(Any, None), lambda what: what())
-        copies.set_limit(lambda: self.room - self.kept)
-        self.making = RebuildQueue(copies, self.free)
+        copies.arenas.set_limit(lambda: self.room - self.kept)
+        self.making = RebuildQueue(copies.arenas, self.free)
 
     @property
     def filled(self) -> int:

@@ -126,7 +126,7 @@ class Held:
 
     def kept(self) -> set[tuple[int, int]]:
         """Step and rank of what the keeper has."""
-        return {(each.version.step, rank) for each, rank in self.keeper.arenas_by_key}
+        return {(each.version.step, rank) for each, rank in self.keeper.kept.arenas_by_key}
 
     def close(self) -> None:
         self.giver.close()
@@ -145,7 +145,7 @@ def held(turned: Turned) -> Iterator[Held]:
 
 def test_a_copy_is_an_arena_that_holds_the_same(held: Held) -> None:
     assert held.copy(identity(5)) == ""
-    for (which, rank), arena in held.keeper.arenas_by_key.items():
+    for (which, rank), arena in held.keeper.kept.arenas_by_key.items():
         original = held.originals[which][rank]
         assert find_sealed_snapshot(arena) == find_sealed_snapshot(original) == ((which, rank), 2)
         at, length = original.tail()
@@ -188,8 +188,8 @@ def test_what_came_of_what_is_safe_under_an_earlier_placement_goes_where_the_nex
 ) -> None:
     """Else it would be there until something newer is safe, which never is: memory is for two generations."""
     assert held.copy(identity(5)) == ""
-    size = held.keeper.arenas_by_key[identity(5), 0].size_bytes
-    held.keeper.set_limit(lambda: 3 * size)
+    size = held.keeper.kept.arenas_by_key[identity(5), 0].size_bytes
+    held.keeper.arenas.set_limit(lambda: 3 * size)
     held.keeper.evict_superseded(identity(6), identity(5), [size], [1])
     assert held.kept() == {(5, 0), (5, 1)}, "there is room"
     held.keeper.evict_superseded(identity(6), identity(5), [size] * 2)
@@ -206,8 +206,8 @@ def test_what_attempts_under_several_placements_have_left_goes_for_the_next_once
     """Where nothing was ever safe what arrived here stays, as it may be all that outlives a node; it would for ever,
     were it more than there is room for."""
     assert held.copy(identity(5)) == ""
-    size = held.keeper.arenas_by_key[identity(5), 0].size_bytes
-    held.keeper.set_limit(lambda: 2 * size)
+    size = held.keeper.kept.arenas_by_key[identity(5), 0].size_bytes
+    held.keeper.arenas.set_limit(lambda: 2 * size)
     assert "no memory for a copy" in held.copy(identity(6))
     assert "no memory for a copy" in held.copy(identity(7))
     assert held.kept() == {(5, 0), (5, 1)}
@@ -247,9 +247,9 @@ def test_parity_takes_its_memory_where_it_is_made_and_gives_it_back_on_a_thread(
     copies = ReplicaStore(turned.workers, turned.post)
     try:
         copies.begin_chunk(name)
-        assert (copies.bytes, copies.allocated_bytes) == (size, 0)
+        assert (copies.arenas.bytes, copies.arenas.allocated_bytes) == (size, 0)
         copies.end_chunks([name], [])
-        assert (copies.bytes, turned.workers.closing_bytes) == (0, size)
+        assert (copies.arenas.bytes, turned.workers.closing_bytes) == (0, size)
         turned.until(lambda: turned.workers.closing_bytes == 0)
     finally:
         copies.close()
@@ -274,10 +274,10 @@ def test_parity_that_is_being_made_and_not_wanted_any_more_is_not_kept_and_who_a
     chunks.evict(lambda each: each <= old)
     assert "nobody goes on from" in chunks.end_chunks([made[0].name], made[:1])
     assert chunks.end_chunks([made[1].name], made[1:]) == ""
-    assert chunks.identities == {new}
+    assert chunks.kept.identities == {new}
     again = replace(made[0], arena=chunks.begin_chunk(made[0].name))
     assert chunks.end_chunks([again.name], [again]) == "", "if it is wanted again, it may come"
-    assert chunks.identities == {old, new}
+    assert chunks.kept.identities == {old, new}
     chunks.close()
 
 
@@ -321,8 +321,8 @@ def test_what_was_safe_stays_at_a_node_that_was_away_when_something_newer_became
     """It may be kept as a whole, and what others have kept without this node in part only."""
     assert held.copy(identity(5)) == ""
     held.keeper.evict_older_than(identity(5))
-    most = room * held.keeper.bytes
-    held.keeper.set_limit(lambda: most)
+    most = room * held.keeper.arenas.bytes
+    held.keeper.arenas.set_limit(lambda: most)
     for step in (15, 20):
         held.copy(identity(step), broken=[1], safe=identity(10))
         assert held.kept() == {(step, 0), *([(5, 0), (5, 1)] if room > 1 else [])}
@@ -353,27 +353,28 @@ def test_a_copy_for_which_the_machine_has_no_memory_any_more_fails_and_what_is_k
     assert held.copy(identity(5)) == ""
     held.keeper.evict_older_than(identity(5))
     free = [0]
-    held.keeper.set_limit(lambda: held.keeper.allocated_bytes + free[0])
-    one = held.keeper.bytes
+    held.keeper.arenas.set_limit(lambda: held.keeper.arenas.allocated_bytes + free[0])
+    one = held.keeper.arenas.bytes
     for step in (10, 15):
         assert "are not left" in held.copy(identity(step), safe=identity(5))
-        assert (held.kept(), held.keeper.bytes) == ({(5, 0), (5, 1)}, one)
+        assert (held.kept(), held.keeper.arenas.bytes) == ({(5, 0), (5, 1)}, one)
     free[0] = one
     assert held.copy(identity(20), safe=identity(5)) == ""
 
 
 def test_what_is_still_to_come_counts_though_no_page_of_it_is_taken_yet(held: Held) -> None:
     assert held.copy(identity(5)) == ""
-    one = held.keeper.bytes
-    held.keeper.set_limit(lambda: held.keeper.allocated_bytes + one + one // 2)
+    one = held.keeper.arenas.bytes
+    held.keeper.arenas.set_limit(lambda: held.keeper.arenas.allocated_bytes + one + one // 2)
     held.transport.stuck = {f"copy/{identity(10)}/{rank}" for rank in (0, 1)}
     arenas = held.originals.setdefault(identity(10), staged(identity(10), 2))
     heard = held.fetch(identity(10), decode_described(encode_described(describe_snapshots(identity(10), arenas))))
-    assert held.keeper.allocated_bytes < held.keeper.bytes == 2 * one
+    assert held.keeper.arenas.allocated_bytes < held.keeper.arenas.bytes == 2 * one
     memory = NodeMemory(bare_context())
     memory.replicas = held.keeper
     taken = memory.memory_use(identity(10).epoch)
-    assert taken == MemoryUse(0, held.keeper.allocated_bytes), "who places copies counts it once: it is in what is free"
+    once = MemoryUse(0, held.keeper.arenas.allocated_bytes)
+    assert taken == once, "who places copies counts it once: it is in what is free"
     assert "are not left" in held.copy(identity(15), safe=identity(5))
     held.keeper.handle_disconnect("a")
     held.turned.until(lambda: heard)
@@ -381,23 +382,23 @@ def test_what_is_still_to_come_counts_though_no_page_of_it_is_taken_yet(held: He
 
 def test_while_nothing_is_safe_yet_older_attempts_give_way_where_a_third_does_not_fit(held: Held) -> None:
     assert held.copy(identity(5)) == ""
-    one = held.keeper.bytes
-    held.keeper.set_limit(lambda: 2 * one)
+    one = held.keeper.arenas.bytes
+    held.keeper.arenas.set_limit(lambda: 2 * one)
     for step in range(10, 40, 5):  # complete here, and not at some other node
         assert held.copy(identity(step)) == ""
         assert {each for each, _ in held.kept()} == {step - 5, step}
-    assert held.keeper.bytes <= 2 * one
+    assert held.keeper.arenas.bytes <= 2 * one
 
 
 def test_what_nobody_goes_on_from_gives_way_to_what_does_not_fit_beside_it(held: Held) -> None:
     assert held.copy(identity(5)) == ""
-    one = held.keeper.bytes
-    held.keeper.set_limit(lambda: one)
+    one = held.keeper.arenas.bytes
+    held.keeper.arenas.set_limit(lambda: one)
     newer = Identity(Epoch(8, "f" * 16), Version(5))
     assert "are not left" in held.copy(newer)
     held.keeper.get_eviction_rule = lambda: identity(5).__eq__
     assert held.copy(newer) == ""
-    assert held.keeper.identities == {newer}
+    assert held.keeper.kept.identities == {newer}
 
 
 @pytest.mark.parametrize("coordinates", [False, True])
@@ -425,7 +426,7 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
         checkpoint, then = cast(Any, SimpleNamespace(arenas={})), lambda *found: heard.append(found)
         JobCommits(context, *cast(Any, (None, None)))._write_part(checkpoint, "", wanted, threading.Event(), then)
     else:
-        arenas = lambda identity, ranks: {rank: held.keeper.arenas_of(identity)[rank] for rank in ranks}  # noqa: E731
+        arenas = lambda identity, ranks: {rank: held.keeper.kept.arenas_of(identity)[rank] for rank in ranks}  # noqa: E731
         memory = SimpleNamespace(replicas=held.keeper, require_arenas=arenas)
         context = bare_context(store=store, workers=held.turned.workers)
         handlers = SnapshotHandlers(context, cast(Any, memory), cast(Any, None))
@@ -441,18 +442,18 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     held.turned.until(lambda: heard)
     assert seen == [bytes(held.originals[which][0].data(0, int(frame["length"][0])))]
     assert coordinates or writes.count == 1, "who has asked for it would give up what does not move (agent.moving)"
-    one = sum(arena.size_bytes for arena in held.keeper.arenas_by_key.values())
-    assert held.keeper.bytes <= 2 * one, "then it is let go of"
+    one = sum(arena.size_bytes for arena in held.keeper.kept.arenas_by_key.values())
+    assert held.keeper.arenas.bytes <= 2 * one, "then it is let go of"
 
 
 def test_memory_of_copies_that_are_gone_is_used_again_and_no_more_is_held_than_one_generation_takes(held: Held) -> None:
     for step in range(5, 50, 5):
         assert held.copy(identity(step)) == ""
         held.keeper.evict_older_than(identity(step))
-    one = sum(arena.size_bytes for arena in held.keeper.arenas_by_key.values())
-    assert held.keeper.bytes <= 2 * one
+    one = sum(arena.size_bytes for arena in held.keeper.kept.arenas_by_key.values())
+    assert held.keeper.arenas.bytes <= 2 * one
     held.keeper.evict(lambda each: True)
-    assert held.keeper.bytes == 0
+    assert held.keeper.arenas.bytes == 0
 
 
 @pytest.mark.parametrize("until", [HASHES_AT, PAGE])
@@ -470,7 +471,7 @@ def test_what_holds_something_else_than_it_should_is_not_kept(until: int, held: 
         heard = held.fetch(which, lied)
         held.turned.until(lambda: heard)
         assert "something else" in heard[0]
-        assert not held.keeper.arenas_by_key
+        assert not held.keeper.kept.arenas_by_key
         with pytest.raises(DamagedData):
             describe_snapshots(which, other)
     finally:

@@ -107,8 +107,8 @@ def described(identity: Identity, cells: Mapping[int, Cell]) -> list[DescribedSn
 
 @pytest.fixture(autouse=True)
 def cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.agent.replication.replica_store.Arena", Cell)
-    monkeypatch.setattr("ckpt.agent.replication.replica_store.created_bytes", lambda size: size)
+    monkeypatch.setattr("ckpt.agent.replication.replica_arenas.Arena", Cell)
+    monkeypatch.setattr("ckpt.agent.replication.replica_arenas.created_bytes", lambda size: size)
     monkeypatch.setattr("ckpt.agent.replication.replica_store.find_sealed_snapshot", sealed)
     monkeypatch.setattr("ckpt.agent.replication.replica_offers.describe_snapshots", described)
     monkeypatch.setattr("ckpt.agent.snapshots.inventory.find_sealed_snapshot", sealed)
@@ -178,7 +178,7 @@ class Holder:
 
     def held(self, identity: Identity) -> dict[int, Cell]:
         own = {rank: cell for (each, rank), cell in self.own.items() if each == identity}
-        return {**cast(Any, self.copies.arenas_of(identity)), **own}
+        return {**cast(Any, self.copies.kept.arenas_of(identity)), **own}
 
     def fetch(self, peer: str, addresses: Any, name: str, target: memoryview, frames: Frames, landed: Any) -> Fetched:
         """The bytes are those that lie there when they come; a hash that does not fit is told by the content."""

@@ -43,7 +43,7 @@ class Made:
         self.arenas = staged(WHICH, 1)
         self.sent = encode_described(describe_snapshots(WHICH, self.arenas))
         network = cast(PeerNetwork, self.net)
-        copies = cast(ReplicaStore, SimpleNamespace(withdraw=lambda *given: None))
+        copies = cast(ReplicaStore, SimpleNamespace(arenas=None, withdraw=lambda *given: None))
         service = ReplicaService(
             cast(Workers, None), lambda what: what(), copies, lambda which: {}, lambda: network, lambda: 0
         )

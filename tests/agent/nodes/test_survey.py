@@ -109,7 +109,7 @@ class Pair:
         self.sim = Sim(1)
         self.sim.break_rate = 0.0
         self.lead, self.lender = (self.sim.nodes[self.sim.add()] for _ in range(2))
-        self.lender.copies.set_limit(lambda: 2 * (PAGE + 16))
+        self.lender.copies.arenas.set_limit(lambda: 2 * (PAGE + 16))
         self.nodes = [NodeAt(self.lead.agent_name, ADDRESS, (0,)), NodeAt(self.lender.agent_name, ADDRESS, ())]
         self.wanted = [Assignment(self.lender.agent_name, {self.lead.agent_name: (0,)})]
 
@@ -149,11 +149,11 @@ def test_a_node_that_lends_twice_the_state_takes_new_copies_of_a_coordinator_tha
         pass
     pair.deaf(pair.lender)
     assert pair.copy(2, at(1)) == ""
-    assert set(pair.lender.copies.identities) == {at(1), at(2)}
+    assert set(pair.lender.copies.kept.identities) == {at(1), at(2)}
     assert "not left" in pair.copy(3, None), "what is safe is not known, and nothing goes"
     assert pair.find() == SafeCheckpoint(at(2), at(2))
     assert pair.copy(3, at(2)) == ""
-    assert set(pair.lender.copies.identities) == {at(2), at(3)}
+    assert set(pair.lender.copies.kept.identities) == {at(2), at(3)}
 
 
 @pytest.mark.parametrize("is_safe", [False, None])
@@ -166,7 +166,7 @@ def test_nothing_goes_anywhere_for_copies_that_all_came_before_whoever_asked_say
     assert pair.copy(2, at(1), is_safe) == ""
     while pair.sim.turn():
         pass
-    assert set(pair.lender.copies.identities) == {at(1), at(2)}
+    assert set(pair.lender.copies.kept.identities) == {at(1), at(2)}
     assert pair.lead.copies.announced_replicated == pair.lender.copies.announced_replicated == at(1)
 
 

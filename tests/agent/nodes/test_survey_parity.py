@@ -58,8 +58,8 @@ def test_what_is_found_is_what_outlives_the_losses_asked_for_or_as_many_as_what_
 def test_a_node_that_lends_twice_the_parity_takes_the_next_of_a_coordinator_that_was_started_again(make: Make) -> None:
     fleet = make(LENT, Parity(2, 1))
     assert fleet.protect(FIRST) == ""
-    lent_bytes = 2 * fleet.copies["m"].used_bytes
-    fleet.copies["m"].set_limit(lambda: lent_bytes)
+    lent_bytes = 2 * fleet.copies["m"].arenas.used_bytes
+    fleet.copies["m"].arenas.set_limit(lambda: lent_bytes)
     fleet.deaf = {"b", "m"}
     assert fleet.protect(SECOND, safe=FIRST) == ""
     fleet.restart("a")

@@ -125,13 +125,13 @@ def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
     monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
     agent = Node([Former(ONE), Former(TWO)])
-    agent.replicas._spare_arenas.append(Arena.create(1 << 20))
+    agent.replicas.arenas._spare_arenas.append(Arena.create(1 << 20))
     assert agent.look(100.0) == 100.0 + PERIOD_S
-    assert len(agent.replicas._spare_arenas) == 1
+    assert len(agent.replicas.arenas._spare_arenas) == 1
     free[0] = GIB - (1 << 20)
     assert agent.look(101.0) == 100.0 + PERIOD_S, "not sooner than that"
     agent.look(110.0)
-    assert (agent.replicas._spare_arenas, len(agent.jobs.former)) == ([], 2)
+    assert (agent.replicas.arenas._spare_arenas, len(agent.jobs.former)) == ([], 2)
     old, new = agent.jobs.former
     free[0] = GIB // 2
     agent.look(120.0)
@@ -161,14 +161,14 @@ def test_a_node_that_follows_gives_back_copies_of_earlier_starts_before_its_own_
     for identity in (parent, older, failed, Identity(THREE, Version(13))):
         agent.replicas.add_rebuilt((identity, 0), Arena.create(1 << 20))
     agent.look(100.0)
-    assert agent.replicas.identities == {parent, failed, Identity(THREE, Version(13))}, "no more than is missing"
+    assert agent.replicas.kept.identities == {parent, failed, Identity(THREE, Version(13))}, "no more than is missing"
     free[0] = GIB - (1 << 20) - 1
     agent.look(110.0)
-    assert agent.replicas.identities == {parent, Identity(THREE, Version(13))}
+    assert agent.replicas.kept.identities == {parent, Identity(THREE, Version(13))}
     assert [each.is_over for each in agent.jobs.followed] == [True, False, False]
     free[0] = 0
     agent.look(120.0)
-    assert agent.replicas.identities == {parent, Identity(THREE, Version(13))}
+    assert agent.replicas.kept.identities == {parent, Identity(THREE, Version(13))}
     assert [each.is_over for each in agent.jobs.followed] == [True, False, False]
     agent.replicas.close()
 
@@ -180,10 +180,10 @@ def test_a_start_that_asks_what_lies_here_finds_it(monkeypatch: pytest.MonkeyPat
     agent.replicas.add_rebuilt((Identity(ONE, Version(5)), 0), Arena.create(1 << 20))
     agent.memory.inventory_lease.take_lease("a", TWO)
     agent.look(100.0)
-    assert len(agent.replicas.identities) == 1
+    assert len(agent.replicas.kept.identities) == 1
     agent.memory.inventory_lease.end_lease("a")
     agent.look(110.0)
-    assert not agent.replicas.identities
+    assert not agent.replicas.kept.identities
     agent.replicas.close()
 
 
@@ -243,10 +243,10 @@ def test_neither_for_want_of_room_nor_of_memory_does_what_is_safe_go_for_what_a_
     before = SimpleNamespace(epoch=TWO, local_share=SimpleNamespace(arena_bytes=GIB), is_idle=True, is_over=False)
     agent.jobs.followed = [before]
     agent.look(100.0)
-    assert (agent.replicas.identities, before.is_over) == ({safe}, False)
+    assert (agent.replicas.kept.identities, before.is_over) == ({safe}, False)
     agent.begun = NewestStart(THREE, Identity(ONE, Version(9)), safe)
     agent.look(110.0)
-    assert (agent.replicas.identities, before.is_over) == ({safe}, False)
+    assert (agent.replicas.kept.identities, before.is_over) == ({safe}, False)
     agent.replicas.close()
 
 

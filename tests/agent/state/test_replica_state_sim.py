@@ -118,7 +118,7 @@ class Cell:
 
 @pytest.fixture(autouse=True)
 def cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.agent.replication.replica_store.Arena", Cell)
+    monkeypatch.setattr("ckpt.agent.replication.replica_arenas.Arena", Cell)
 
 
 class Offers(ReplicaOffers):
@@ -149,9 +149,9 @@ class Memory(ReplicaStore):
             self.record_transfer(which, source, not error)
             come.set_outcome(None, error)
 
-        if key in self.arenas_by_key:
+        if key in self.kept.arenas_by_key:
             ended("")
-        elif not self.fits([each.arena_bytes]):
+        elif not self.arenas.fits([each.arena_bytes]):
             ended("no memory for a copy")
         else:
             self.sim.coming.append((self, key, (source,), ended))
@@ -163,9 +163,9 @@ class Memory(ReplicaStore):
 
     def inventory(self) -> Inventory:
         found = Inventory(announced_replicated=self.announced_replicated)
-        for which, rank in self.arenas_by_key:
+        for which, rank in self.kept.arenas_by_key:
             found.add_local_snapshots(which, len(TRAIN), [rank])
-        found.add_chunks(self.chunks_by_name.values())
+        found.add_chunks(self.kept.chunks_by_name.values())
         return found
 
 
@@ -306,13 +306,13 @@ class Sim:
         )
 
     def keeps(self, name: str, key: Key) -> bool:
-        return key in self.memory[name].arenas_by_key and (name, key) not in self.spare
+        return key in self.memory[name].kept.arenas_by_key and (name, key) not in self.spare
 
     def is_made(self, version: Version, without: str) -> bool:
         """Whether what is lost of it with that node can be made again."""
         rows: dict[Striped, set[int]] = defaultdict(set)
         for name in [name for name in NODES if name != without]:
-            for each in self.memory[name].chunks_by_name:
+            for each in self.memory[name].kept.chunks_by_name:
                 if each.identity == identity(version) and (name, each) not in self.spare_parity:
                     rows[each.stripe].add(int(each.row))
         lost = {TRAIN.index(without)} if without in TRAIN else set()
@@ -322,7 +322,7 @@ class Sim:
         """Whether that one is, or a newer one, or the store has it."""
         versions = {
             *self.slots.values(),
-            *(each.version for memory in self.memory.values() for each in memory.identities),
+            *(each.version for memory in self.memory.values() for each in memory.kept.identities),
         }
         newer = (each for each in versions if each >= version)
         return any(self.has(each, without) for each in newer) or any(each >= version for each in self.stored)
@@ -356,7 +356,7 @@ class Sim:
                 for each in self.group.replicas.replicated_placement
                 for h in each.holders
             }
-            every = ((name, key) for name, memory in self.memory.items() for key in memory.arenas_by_key)
+            every = ((name, key) for name, memory in self.memory.items() for key in memory.kept.arenas_by_key)
             self.spare = {each for each in every if each[1][0].version == safe and (each[0], each[1][1]) not in counted}
 
     def rely_on_parity(self, which: Identity, older_go: bool) -> None:
@@ -366,7 +366,7 @@ class Sim:
             self.spare_parity -= {(name, each) for each in instead or ()}
             if older_go and instead is not None:
                 self.spare_parity |= {
-                    (name, each) for each in memory.chunks_by_name if each.identity == which and each not in instead
+                    (name, chunk.name) for chunk in memory.kept.chunks_of(which) if chunk.name not in instead
                 }
 
     # -- the coordinator's agent
@@ -408,7 +408,7 @@ class Sim:
         before = self.protection.placement if rng.random() < 0.7 else None
         self.protection.placement = place(nodes, option, before)
         for name, memory in self.memory.items():
-            memory.set_limit(lambda bytes_max=self.lends[name]: bytes_max)
+            memory.arenas.set_limit(lambda bytes_max=self.lends[name]: bytes_max)
 
     def place_copies(self, can: Sequence[str], option: Replicas) -> None:
         rng = self.random
@@ -427,7 +427,7 @@ class Sim:
         self.protection.placement = Placement(option, tuple(kept), (), (), (), (), ())
         for memory in self.memory.values():
             bytes_max = BYTES * rng.choice((4, 6, 9, 99)) if not self.roomy else BYTES * 99
-            memory.set_limit(lambda bytes_max=bytes_max: bytes_max)
+            memory.arenas.set_limit(lambda bytes_max=bytes_max: bytes_max)
 
     def act(self) -> None:
         """All that the group wants done now."""
@@ -598,8 +598,8 @@ class Sim:
         """Its agent is another one, that keeps nothing yet."""
         self.rely()
         former, self.memory[name] = self.memory[name], Memory(self, name)
-        if former._get_limit_bytes is not None:
-            self.memory[name].set_limit(former._get_limit_bytes)
+        if former.arenas._get_limit_bytes is not None:
+            self.memory[name].arenas.set_limit(former.arenas._get_limit_bytes)
         self.coming = [each for each in self.coming if each[0] is not former]
         self.outlive = {without: version for without, version in self.outlive.items() if self.has(version, without)}
         self.fail_coming(lambda memory, key, sources: name in sources)
