@@ -201,6 +201,8 @@ class JobCommits:
     def report_newest_stored(self, claim: Claim) -> None:
         """Shows the newest checkpoint in the store of this epoch or its ancestors: this agent has committed none."""
         store, account = self._store, self._context.services.account
+        # Now: the answer may come within this turn, before the account hears of the job.
+        account.adopt_epoch(claim.epoch, claim.parent.version if claim.parent is not None else None)
 
         def find() -> Identity | None:
             line = find_candidates(store.open_run(impatient=True).view(), [MemoryEpoch(claim, ())])

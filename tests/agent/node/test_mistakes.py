@@ -288,6 +288,16 @@ def test_a_timer_of_a_job_that_raises_fails_that_job_once(job: tuple[Job, Lanes,
     assert listener.lost
 
 
+def test_what_the_store_has_is_shown_though_it_is_found_before_the_account_hears_of_the_job(
+    job: tuple[Job, Lanes, Listener],
+) -> None:
+    made, _, _ = job
+    made.commits.report_newest_stored(Claim(EPOCH, None))
+    account = made.context.services.account
+    account.record_found("store", EPOCH, Version(5))
+    assert account.facts(1.0)["safe"]["store"]["step"] == 5
+
+
 def test_a_large_job_collects_what_it_hears_before_it_decides_again(
     job: tuple[Job, Lanes, Listener], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,7 +150,7 @@ def test_where_no_try_of_the_coordinator_comes_through_who_has_a_copy_writes_its
     link.heal()
     train(cluster.job, 2)
     again = cluster.save("store")
-    assert [each.version for each in line(url)] == [version, again], (
-        "it goes on from a record whose writer has no packs"
-    )
+    # What the policy took in between may have been committed, too.
+    found = [each.version for each in line(url)]
+    assert (found[0], found[-1]) == (version, again), "it goes on from a record whose writer has no packs"
     check_restored(cluster, again)
