@@ -281,7 +281,7 @@ class S3TorchConnector(DcpS3fs):
         from s3torchconnector._s3client.s3client_config import S3ClientConfig
 
         config = S3ClientConfig(force_path_style=True)
-        made.fs._client = S3Client("us-east-1", os.environ["AWS_ENDPOINT_URL"], s3client_config=config)
+        made.fs._client = S3Client("us-east-1", endpoint=os.environ["AWS_ENDPOINT_URL"], s3client_config=config)
         return made
 
 
