@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
     from ckpt.format.manifest import Manifest
     from ckpt.ipc.node_list import NodeAt
+    from ckpt.store.reader import FrameReader
 
 log = logging.getLogger("ckpt")
 
@@ -107,17 +108,21 @@ class CandidateService:
         memory: Memory | None = gathered.checkpoint if gathered is not None else where[2] if where is not None else None
         if memory is None and places is not None:
             memory = LocalMemory(self._memory.arenas_of(identity), places.ranks, places.offsets)
+
+        def open_reader() -> FrameReader:
+            return store.open_reader(records, chosen.record)
+
         session = open_session(
             identity,
             chosen.manifest,
             job.ranks.local_rank_count,
             memory,
-            (lambda: store.open_reader(records, chosen.record)) if records else None,
+            open_reader if records else None,
             self._context.workers,
             self._context.server.call_later,
             self._context.server.post,
             peers=self._open_peer_source(start, places, chosen.manifest) if places is not None else None,
-            fan=self._open_shared_read(start, job, chosen, places) if records else None,
+            fan=self._open_shared_read(start, job, chosen, places, open_reader) if records else None,
             folder=store.folder,
         )
         session.record = chosen.record
@@ -150,20 +155,23 @@ class CandidateService:
         return PeerSource(places, network, [*start.nodes, *self._holders_without_ranks(start)])
 
     def _open_shared_read(
-        self, start: Start, job: Job, chosen: ResolvedStart, places: FramePlaces | None
+        self,
+        start: Start,
+        job: Job,
+        chosen: ResolvedStart,
+        places: FramePlaces | None,
+        open_reader: Callable[[], FrameReader],
     ) -> SharedRead | None:
         """This node's part in the shared read: the nodes divide the frames that memory lacks, and each reads its part
         from the store; None for a job of one node."""
         if self._context.network is None or len(start.nodes) < 2:
             return None
-        identity, records = chosen.candidate.identity, chosen.candidate.records
-        read = lambda: self._context.store.open_reader(records, chosen.record)  # noqa: E731
         slot_bytes = _slot_bytes(chosen.manifest, job.ranks.local_rank_count, job.context.world)
         slots = slots_for(job.scheduler.clock.policy)
         room = lambda: job.local_share.restore_budget_bytes(slot_bytes, slots, job.context.options.limits.memory)  # noqa: E731
         only = places.missing_frames if places is not None else None
-        about = identity, job.epoch, chosen.manifest, start.nodes
-        return SharedRead(*about, self._context.network, read, room, self._context.emit_event, only)
+        about = chosen.candidate.identity, job.epoch, chosen.manifest, start.nodes
+        return SharedRead(*about, self._context.network, open_reader, room, self._context.emit_event, only)
 
     def _end_serving(self, identity: Identity) -> None:
         """Has the holders end the serving of that checkpoint."""

@@ -130,8 +130,9 @@ class RestoreSession:
         ok, bad = ([int(number) for number in fields[name]] for name in ("ok", "bad"))
         self.acknowledge_frames(receiver, ok, bad)
         if fields.get("stream") is not None:
+            stream = int(fields["stream"])
             for source in self.sources:
-                source.end_stream(receiver, int(fields["stream"]))
+                source.end_stream(receiver, stream)
 
     def acknowledge_frames(self, receiver: StreamPeer, ok: Iterable[int], bad: Collection[int]) -> None:
         """A rank acknowledges frames, verified or damaged. Damaged ones come again, from the next source."""
