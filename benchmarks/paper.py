@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Size:
     steps: int
     every: int
     step_s: float
+    products: int = 0  # in a step; counted once, so that all runs do the same work
 
     @property
     def label(self) -> str:
@@ -70,14 +71,14 @@ class Nothing(Blocking):
         pass
 
 
-def train(name: str, place: str, size: Size, products: int) -> None:
+def train(name: str, place: str, size: Size) -> None:
     """A process of its own: restores, trains to the last step, and prints each step and what it cost."""
     torch.set_num_threads(1)
     quiet()
     job = Job(size.total_bytes)
     tool: Tool = Nothing(job, place) if name == NOTHING else BY_NAME[TOOLS[name]].make(job, place)
     tool.restore()
-    loop = Loop(job, tool, products)
+    loop = Loop(job, tool, size.products)
     # One step is taken before the first, so that the moments are there.
     done = int(next(iter(job.optim.state.values()))["step"]) - 1
     say(begins=done)
@@ -115,10 +116,10 @@ def _stored(tool: Tool, asked_s: float, stored: list[float]) -> None:
     stored.append(time.perf_counter() - asked_s)
 
 
-def lines_of(name: str, place: str, size: Size, products: int, folder: str, mark: str) -> Iterator[dict[str, Any]]:
+def lines_of(name: str, place: str, size: Size, folder: str, mark: str) -> Iterator[dict[str, Any]]:
     """What such a process says. Ending the iteration ends it and its helpers with SIGKILL."""
     runtime = {"CKPT_RUNTIME_DIR": f"{folder}/{mark}", "CKPT_LINGER_S": "0", "PYTHONWARNINGS": "ignore"}
-    code = f"from benchmarks.paper import Size, train; train({name!r}, {place!r}, {size!r}, {products})"
+    code = f"from benchmarks.paper import Size, train; train({name!r}, {place!r}, {size!r})"
     marked = Marked(mark)
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -147,16 +148,16 @@ def lines_of(name: str, place: str, size: Size, products: int, folder: str, mark
             process.stdout.close()
 
 
-def whole(name: str, place: str, size: Size, products: int, folder: str) -> dict[str, Any]:
+def whole(name: str, place: str, size: Size, folder: str) -> dict[str, Any]:
     """The last line of a run that nothing happens to."""
-    return list(lines_of(name, place, size, products, folder, secrets.token_hex(8)))[-1]
+    return list(lines_of(name, place, size, folder, secrets.token_hex(8)))[-1]
 
 
-def with_a_loss(name: str, place: str, size: Size, products: int, folder: str) -> dict[str, Any]:
+def with_a_loss(name: str, place: str, size: Size, folder: str) -> dict[str, Any]:
     """The same with the node lost in the middle between two checkpoints."""
     at_step = size.steps // 2 // size.every * size.every + size.every // 2
     began_s = 0.0
-    lines = lines_of(name, place, size, products, folder, secrets.token_hex(8))
+    lines = lines_of(name, place, size, folder, secrets.token_hex(8))
     for said in lines:
         began_s = time.monotonic() if "begins" in said else began_s
         if said.get("step") == at_step:
@@ -164,7 +165,7 @@ def with_a_loss(name: str, place: str, size: Size, products: int, folder: str) -
     lost_s = time.monotonic()
     lines.close()
     said, back_at, back_s = {}, 0, 0.0
-    for line in lines_of(name, place, size, products, folder, secrets.token_hex(8)):
+    for line in lines_of(name, place, size, folder, secrets.token_hex(8)):
         if "begins" in line:
             back_at, back_s = line["begins"], time.monotonic() - lost_s
         if line.get("step") == size.steps:
@@ -176,15 +177,14 @@ def with_a_loss(name: str, place: str, size: Size, products: int, folder: str) -
 def of_size(size: Size, root: str, folder: str, rounds: int) -> list[Row]:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (NOTHING, *TOOLS)}
     losses: dict[str, list[dict[str, Any]]] = {name: [] for name in TOOLS}
-    products = products_in(size.step_s)  # the same work in all runs
     for number in range(rounds):
         for name in list(runs)[:: -1 if number % 2 else 1]:
             place = f"{root}/{secrets.token_hex(4)}"
-            runs[name].append(whole(name, place, size, products, folder))
+            runs[name].append(whole(name, place, size, folder))
             empty(place)
         for name in TOOLS:
             place = f"{root}/{secrets.token_hex(4)}"
-            losses[name].append(with_a_loss(name, place, size, products, folder))
+            losses[name].append(with_a_loss(name, place, size, folder))
             empty(place)
     label = size.label
     bare_s = statistics.median(each["makespan_s"] for each in runs[NOTHING])
@@ -240,7 +240,7 @@ def _of(runs: list[dict[str, Any]], key: str) -> float:
 
 
 def plot_of(rows: list[Row], sizes: list[Size]) -> Plot:
-    """The seconds of each row that is in seconds or milliseconds, by tool and size."""
+    """The pause, the checkpoint time and the time back after a loss, by tool and size."""
     seconds = {row.question: row.figure / (1e3 if row.unit == "ms" else 1) for row in rows}
     words = {"pause": "pause", "checkpoint time": "checkpoint", "... from the loss to the next step": "back again"}
     series = []
@@ -263,6 +263,7 @@ def main() -> int:
     server = args.server or ("rclone" if args.small or ceph.why_not() else "ceph")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, serving(server) as root:
+        sizes = [replace(size, products=products_in(size.step_s)) for size in sizes]
         for size in sizes:
             rows += of_size(size, root, folder, rounds)
     print(f"store: {server}; {rounds} rounds")
