@@ -133,11 +133,11 @@ def test_a_value_that_changed_in_the_agents_memory_is_not_restored(
 
 
 def spoil(pid: int, old: bytes, new: bytes) -> int:
-    """Writes `new` over `old` wherever a process holds it in anonymous files. How often."""
+    """Writes `new` over `old` wherever a process holds it in arenas (its other files may be sealed). How often."""
     count = 0
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it was closed since
-            if "memfd:" not in os.readlink(entry):
+            if "memfd:ckpt-arena" not in os.readlink(entry):
                 continue
             with open(entry, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as whole:
                 while (at := whole.find(old)) >= 0:
