@@ -178,7 +178,6 @@ class Agent:
             self.alarms.update(jobs.current, jobs.followed),
         ]
         times += [job.settle() for job in jobs.coordinated()]
-        self.startup.advance()
         self._update_status_view()
         self.coordinator.advance_rereplication()
         self.coordinator.announce_complete_checkpoint()

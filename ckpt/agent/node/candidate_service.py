@@ -23,8 +23,10 @@ from ckpt.agent.restore.peer_source import PeerSource
 from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.agent.restore.shared_read import SharedRead
 from ckpt.agent.restore.sources import open_session
+from ckpt.agent.runtime.coroutines import EXPECTED
 from ckpt.agent.runtime.memory_plan import needed_bytes, slots_for
-from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest
+from ckpt.agent.runtime.workers import error_text
+from ckpt.agent.snapshots.manifest_gather import FramePlaces
 from ckpt.agent.snapshots.memory_checkpoint import LocalMemory, Memory
 from ckpt.errors import AgentError
 from ckpt.ipc.messages import Message
@@ -48,49 +50,40 @@ class CandidateService:
 
     # -- before a candidate is offered
 
-    def gather(self, start: Start, identity: Identity) -> None:
-        """Puts together a checkpoint that lies on several nodes; a candidate is chosen again after that."""
+    async def gather(self, start: Start, identity: Identity) -> None:
+        """Puts together a checkpoint that lies on several nodes. If that fails, it is no candidate in memory any
+        more."""
+        try:
+            start.choice.gathered_manifests[identity] = await self._make_collector(start).collect_whole(identity)
+        except EXPECTED as exc:
+            log.warning("%s cannot be had from memory: %s", identity, error_text(exc))
+            start.choice.gather_errors[identity] = error_text(exc)
+            start.inventory.mark_unusable(identity)
+        start.progress.advance()
 
-        def collected(found: GatheredManifest | None, error: str) -> None:
-            start.choice.is_resolving = False
-            if found is not None:
-                start.choice.gathered_manifests[identity] = found
-                return
-            log.warning("%s cannot be had from memory: %s", identity, error)
-            start.choice.gather_errors[identity] = error
-            start.survey.inventory.mark_unusable(identity)
-
-        self._make_collector(start).collect_whole(identity, collected)
-
-    def find_frames(
-        self, start: Start, chosen: ResolvedStart, moves: Callable[[], object], then: Callable[[], None]
-    ) -> None:
-        """Finds the frames of a store candidate that memory has, or will have soon; sets `choice.partial_places`, then
-        calls `then`. The other frames are read from the store. `moves`: a value that changes with any progress."""
+    async def find_frames(self, start: Start, chosen: ResolvedStart, moves: Callable[[], object]) -> FramePlaces | None:
+        """The frames of a store candidate that memory has, or will have soon; None: none. The other frames are read
+        from the store. `moves`: a value that changes with any progress."""
         identity, manifest = chosen.candidate.identity, chosen.manifest
-
-        def found(places: FramePlaces | None, error: str) -> None:
-            start.choice.is_resolving, start.choice.partial_places = False, places
-            if places is None:
-                log.info("%s is read from the store, and nothing of it is taken from memory: %s", identity, error)
-            then()
-
         network = self._context.network
         ranks = {node.name: len(node.ranks) for node in start.nodes}
         ranks = ranks or {network.agent_name if network is not None else "": start.world}
         slots = {name: _slot_bytes(manifest, count, start.world) for name, count in ranks.items()}
         leave = {name: needed_bytes(slot_bytes, SLOTS_MIN) for name, slot_bytes in slots.items()}
         later = self._context.server.call_later
-        self._make_collector(start).collect_part(identity, manifest, leave, later, moves, found)
+        try:
+            return await self._make_collector(start).collect_part(identity, manifest, leave, later, moves)
+        except EXPECTED as exc:
+            log.info("%s is read from the store, nothing of it from memory: %s", identity, error_text(exc))
+            return None
 
     def _make_collector(self, start: Start) -> CheckpointCollector:
         memory, context = self._memory, self._context
-        services = context.network, context.workers, memory.replica_service, memory.arenas_of, start.survey.inventory
-        guard = lambda what: self._jobs.guard_start(start, what)  # noqa: E731
-        return CheckpointCollector(*services, start.nodes, self._holders_without_ranks(start), guard, urgent=True)
+        services = context.network, context.workers, memory.replica_service, memory.arenas_of, start.inventory
+        return CheckpointCollector(*services, start.nodes, self._holders_without_ranks(start), urgent=True)
 
     def _holders_without_ranks(self, start: Start | None) -> list[NodeAt]:
-        former = start.survey.previous_nodes if start is not None else ()
+        former = start.previous_nodes if start is not None else ()
         connected = [node for node in former if self._context.channel(node.name) is not None]
         return [*self._memory_nodes.nodes(), *connected]
 

@@ -7,24 +7,21 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.job.job_context import send_event
 from ckpt.agent.node.node_jobs import NodeJobs
 from ckpt.agent.observability.status import Status
 from ckpt.agent.runtime.event_loop import EventLoop
-from ckpt.agent.runtime.workers import Lane, Workers
+from ckpt.agent.runtime.workers import Workers
 from ckpt.events import Event, Events
 from ckpt.settings import Settings, adopt_store_environment
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
     from ckpt.agent.net.peer_network import PeerMessageHandler, PeerNetwork
-    from ckpt.agent.node.startup_state import Start
 
-T = TypeVar("T")
 MakeNetwork = Callable[[EventLoop, Workers, str, "PeerMessageHandler"], "PeerNetwork"]
 
 
@@ -76,11 +73,6 @@ class NodeContext:
         if self.network is None:
             self.network = self._make_network(self.server, self.workers, name, self._peers)
         return self.network
-
-    def run_for_start(self, start: Start, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
-        """Runs `work` on a thread, then `then` on the main thread if that start is still under way."""
-        guard = self.jobs.guard_start
-        self.workers.run(Lane.FRONT, work, lambda done: guard(start, lambda: then(done)))
 
     def channel(self, name: str) -> Channel | None:
         """The channel to that agent; None if there is none."""

@@ -83,7 +83,7 @@ class NodeMemory:
         alone = [] if start.nodes else [job for job in self._jobs.former if not job.nodes]
         whole = [MemoryEpoch(job.claim, job.context.checkpoint_identities()) for job in alone if job.claim is not None]
         refused = self._context.store.claims.refusal_reasons
-        known = [*whole, *start.survey.inventory.epochs_in_memory()]
+        known = [*whole, *start.inventory.epochs_in_memory()]
         return [replace(each, claim=None) if each.epoch in refused else each for each in known]
 
     def newest_epoch(self) -> Epoch:

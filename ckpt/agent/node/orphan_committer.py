@@ -23,11 +23,13 @@ from ckpt.agent.commit.commit_turns import TURNS, CommitTurns
 from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, write_part
 from ckpt.agent.commit.job_options import JobOptions
 from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_orphan, judge
+from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import NodeMemory
-from ckpt.agent.replication.survey import survey_nodes
+from ckpt.agent.replication.survey import survey
 from ckpt.agent.restore.collect import CheckpointCollector
-from ckpt.agent.runtime.workers import Lane, failure
+from ckpt.agent.runtime.coroutines import EXPECTED, run_on, spawn
+from ckpt.agent.runtime.workers import Lane, error_text, failure
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
 from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
     from ckpt.ipc.node_list import NodeAt
-    from ckpt.store.commit import Committed
     from ckpt.store.packs import Written
 
 log = logging.getLogger("ckpt")
@@ -143,7 +144,8 @@ class OrphanCommitter:
         self.error = ""
         if not self._memory.inventory_lease.is_held:
             self._memory.grant_inventory_lease(network.agent_name, for_orphans=True)
-        self._guard(attempt, lambda: self._survey_other_nodes(attempt))
+        guard = functools.partial(self._guard, attempt)
+        guard(lambda: spawn(self._run(attempt), guard))
 
     def end_attempt(self, settled: Epoch | None = None) -> None:
         """Ends the attempt, if one is under way, and tells its outcome to the surveyed nodes. `settled`: nothing is
@@ -159,108 +161,87 @@ class OrphanCommitter:
             done = str(settled) if settled is not None and node in attempt.answered_nodes else None
             attempt.network.notify(node.name, {"t": "start-outcome", "epoch": None, "settled": done})
 
-    def _guard(self, attempt: _Attempt, what: Callable[[], None]) -> None:
+    def _guard(self, attempt: _Attempt, what: Callable[[], object]) -> None:
         """Runs `what` if the attempt is still under way. An error in `what` ends the attempt and nothing else."""
         if self._attempt is not attempt:
             return
         try:
             what()
         except Exception as exc:
-            log.exception("what %s has left in memory is not committed from here", attempt.job.epoch)
-            self._fail(attempt, str(exc))
+            if not isinstance(exc, EXPECTED):
+                log.error("committing what %s has left in memory failed in the agent", attempt.job.epoch, exc_info=exc)
+            self._fail(attempt, error_text(exc))
 
     def _fail(self, attempt: _Attempt, why: str, settled: Epoch | None = None) -> None:
         log.warning("what %s has left in memory is not committed from here: %s", attempt.job.epoch, why)
         self.error = why if settled is None else ""
         self.end_attempt(settled)
 
-    def _survey_other_nodes(self, attempt: _Attempt) -> None:
-        def surveyed(found: Mapping[str, Inventory], silent: Sequence[str]) -> None:
-            for node in [node for node in nodes if node.name in found]:
-                attempt.inventory.merge(found[node.name], node.name)
-                attempt.answered_nodes.append(node)
-            self._choose_orphan(attempt)
+    async def _run(self, attempt: _Attempt) -> None:
+        """Commits the newest checkpoint that memory can give and that the run still needs. Errors: CkptError."""
+        await self._survey_other_nodes(attempt)
+        terms, store, found = attempt.job.terms, self._context.store, attempt.inventory
+        while whole := [each for each in found.complete_checkpoints() if each.epoch in terms]:
+            identity = max(whole)
+            attempt.identity = identity
+            judged = functools.partial(_judge_now, store, terms[identity.epoch], identity)
+            verdict = await run_on(self._context.workers, Lane.STORE, judged)
+            why = f"step {identity.version.step} is {verdict.value}"
+            if verdict in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
+                try:
+                    gathered = await self._collect_orphan(attempt, identity)
+                except EXPECTED as exc:
+                    why = f"it cannot be had: {error_text(exc)}"
+                else:
+                    await self._commit_orphan(attempt, gathered)
+                    return
+            else:
+                attempt.settled = attempt.settled or identity.epoch
+                if verdict is OrphanVerdict.DONE:
+                    self._fail(attempt, why, attempt.settled)
+                    return
+            log.warning("%s in memory is not committed from here: %s", identity, why)
+            found.mark_unusable(identity)
+        # A memory-only node surveys nobody: what it lacks comes only with a coordinator.
+        lacks = not attempt.job.nodes and attempt.identity is None
+        settled = attempt.job.epoch if lacks else attempt.settled
+        self._fail(attempt, "no checkpoint is whole on the nodes that answer", settled)
 
+    async def _survey_other_nodes(self, attempt: _Attempt) -> None:
         network, nodes = attempt.network, attempt.job.nodes
         others = [node for node in nodes[1:] if node.name != network.agent_name]
         # The former coordinator's agent may be connected: it may have followed a newer start that was led from here.
         others += [node for node in nodes[:1] if network.channel(node.name) is not None]
-        guard = functools.partial(self._guard, attempt)
-        survey_nodes(network, others, surveyed, {"for_orphans": True}, guard, self._context.server.call_later)
+        found, _ = await survey(network, others, {"for_orphans": True}, self._context.server.call_later)
+        for node in [node for node in nodes if node.name in found]:
+            attempt.inventory.merge(found[node.name], node.name)
+            attempt.answered_nodes.append(node)
 
-    def _choose_orphan(self, attempt: _Attempt) -> None:
-        """Chooses the newest checkpoint that memory can give, and commits it if the run still needs it."""
-        terms = attempt.job.terms
-        identity = max((each for each in attempt.inventory.complete_checkpoints() if each.epoch in terms), default=None)
-        if identity is None:
-            # A memory-only node surveys nobody: what it lacks comes only with a coordinator.
-            lacks = not attempt.job.nodes and attempt.identity is None
-            settled = attempt.job.epoch if lacks else attempt.settled
-            self._fail(attempt, "no checkpoint is whole on the nodes that answer", settled)
-            return
-        attempt.identity, claim = identity, terms[identity.epoch].claim
-
-        def judged(done: Future[OrphanVerdict]) -> None:
-            if error := failure(done):
-                self._fail(attempt, error)
-                return
-            verdict = done.result()
-            if verdict in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
-                self._collect_orphan(attempt, identity)
-                return
-            attempt.settled = attempt.settled or identity.epoch
-            why = f"step {identity.version.step} is {verdict.value}"
-            if verdict is OrphanVerdict.DONE:
-                self._fail(attempt, why, attempt.settled)
-            else:
-                self._choose_older_orphan(attempt, identity, why)
-
-        self._context.workers.run(
-            Lane.STORE,
-            lambda: judge(self._context.store.open_run().view(), claim, identity),
-            lambda done: self._guard(attempt, lambda: judged(done)),
-        )
-
-    def _choose_older_orphan(self, attempt: _Attempt, identity: Identity, why: str) -> None:
-        log.warning("%s in memory is not committed from here: %s", identity, why)
-        attempt.inventory.mark_unusable(identity)
-        self._choose_orphan(attempt)
-
-    def _collect_orphan(self, attempt: _Attempt, identity: Identity) -> None:
-        def collected(found: GatheredManifest | None, error: str) -> None:
-            if found is not None:
-                self._commit_orphan(attempt, found)
-            else:
-                self._choose_older_orphan(attempt, identity, f"it cannot be had: {error}")
-
+    async def _collect_orphan(self, attempt: _Attempt, identity: Identity) -> GatheredManifest:
         mine = [node for node in attempt.job.nodes if node.name == attempt.network.agent_name]
-        services = (
-            attempt.network,
-            self._context.workers,
-            self._memory.replica_service,
-            self._memory.arenas_of,
-            attempt.inventory,
-        )
-        guard = lambda what: self._guard(attempt, what)  # noqa: E731
-        CheckpointCollector(*services, [*mine, *attempt.answered_nodes], (), guard).collect_whole(identity, collected)
+        memory, workers = self._memory, self._context.workers
+        services = attempt.network, workers, memory.replica_service, memory.arenas_of, attempt.inventory
+        return await CheckpointCollector(*services, [*mine, *attempt.answered_nodes], ()).collect_whole(identity)
 
-    def _commit_orphan(self, attempt: _Attempt, found: GatheredManifest) -> None:
+    async def _commit_orphan(self, attempt: _Attempt, found: GatheredManifest) -> None:
         checkpoint, identity = found.checkpoint, found.checkpoint.identity
         terms, step = attempt.job.terms[identity.epoch], identity.version.step
         text = f"nobody coordinates {identity.epoch} any more: step {step}, which the nodes that are left have"
         log.warning("%s in memory, is committed from here", text)
-
-        def ended(done: Future[Committed]) -> None:
-            self._memory.replicas.arenas.release(identity)
-            self._guard(attempt, lambda: self._on_orphan_committed(attempt, identity, done))
-
         parts = self._plan_orphan_write(attempt, found, terms)
+        commit = functools.partial(commit_orphan, self._context.store, checkpoint, terms, attempt.cancel, parts)
         self._memory.replicas.arenas.lease(identity)
-        self._context.workers.run(
-            Lane.COMMIT,
-            lambda: commit_orphan(self._context.store, checkpoint, terms, attempt.cancel, parts),
-            ended,
-        )
+        try:
+            await run_on(self._context.workers, Lane.COMMIT, commit)
+        except Superseded as exc:
+            self._fail(attempt, str(exc), identity.epoch)
+            return
+        finally:
+            self._memory.replicas.arenas.release(identity)
+        text = f"step {identity.version.step} is committed by a node that is left of the job that saved it"
+        log.warning("%s", text)
+        self._context.emit_event(Event("commit.orphan", text, True, {"identity": str(identity)}))
+        self.end_attempt(attempt.settled or identity.epoch)
 
     def _plan_orphan_write(self, attempt: _Attempt, found: GatheredManifest, terms: CommitTerms) -> DistributedWrite:
         checkpoint, network = found.checkpoint, attempt.network
@@ -288,14 +269,10 @@ class OrphanCommitter:
             Lane.PART, lambda: write_part(self._context.store, wanted, checkpoint.arenas, cancel=cancel), written
         )
 
-    def _on_orphan_committed(self, attempt: _Attempt, identity: Identity, done: Future[Committed]) -> None:
-        if error := failure(done):
-            self._fail(attempt, error, identity.epoch if isinstance(done.exception(), Superseded) else None)
-            return
-        text = f"step {identity.version.step} is committed by a node that is left of the job that saved it"
-        log.warning("%s", text)
-        self._context.emit_event(Event("commit.orphan", text, True, {"identity": str(identity)}))
-        self.end_attempt(attempt.settled or identity.epoch)
+
+def _judge_now(store: StoreClient, terms: CommitTerms, identity: Identity) -> OrphanVerdict:
+    """Runs on a worker thread. Errors: StorageError."""
+    return judge(store.open_run().view(), terms.claim, identity)
 
 
 def find_uncoordinated_job(context: NodeContext) -> UncoordinatedJob | None:

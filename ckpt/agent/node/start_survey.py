@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ckpt.agent.job.memory_node_client import MemoryNodeClients
+from ckpt.agent.net.peer_network import answered, connected
 from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.startup_state import Start
-from ckpt.agent.replication.survey import survey_nodes
+from ckpt.agent.replication.survey import survey
+from ckpt.agent.runtime.coroutines import Promise, gather, work_on
+from ckpt.agent.runtime.workers import Lane
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import AgentError, CkptError, StorageError
 from ckpt.ipc.addresses import Address
@@ -27,7 +29,6 @@ from ckpt.ipc.node_list import NodeAt
 from ckpt.types import OWN_NODE, Epoch
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.channel import Channel
     from ckpt.store.run import RunView
 
 log = logging.getLogger("ckpt")
@@ -38,102 +39,97 @@ CLAIMS_MAX = 3
 
 
 class StartSurvey:
-    """The surveys by this node's starts. Main thread only, but for `_list_store`."""
+    """The surveys by this node's starts. Main thread only, but for `_view_run`."""
 
     def __init__(self, context: NodeContext, memory: NodeMemory, memory_nodes: MemoryNodeClients) -> None:
         self._context, self._jobs, self._memory, self._memory_nodes = context, context.jobs, memory, memory_nodes
         self._surveying_start: Start | None = None  # the start that surveyed nodes and owes them its outcome
 
-    def begin(self, start: Start) -> None:
-        """Surveys this node, the other nodes of the start, the memory-only nodes, and the store."""
+    async def run(self, start: Start) -> None:
+        """Surveys this node, the other nodes of the start, the memory-only nodes, the store, and agents of earlier
+        starts. Errors: CkptError if the store is in use or does not answer, or a node of the start does not take
+        part."""
         if start.nodes:
             self._memory.grant_inventory_lease(OWN_NODE)
-        start.survey.inventory = self._memory.inventory(whole=bool(start.nodes))
-        for node in start.nodes[1:]:
-            self._survey_node(start, node)
-        self._survey_memory_nodes(start)
-        in_memory = any(each.claim is not None for each in self._memory.known_epochs(start))
-        then = lambda done: self._on_store_listed(start, in_memory, done)  # noqa: E731
-        self._context.run_for_start(start, lambda: self._list_store(start, in_memory), then)
+        start.inventory = self._memory.inventory(whole=bool(start.nodes))
+        nodes = [self._survey_node(start, node) for node in start.nodes[1:]]
+        await gather([*nodes, self._survey_memory_nodes(start), self._list_store(start)])
+        await self._survey_previous_nodes(start)
 
-    def _survey_node(self, start: Start, node: NodeAt) -> None:
-        """Tells one node of the start and adds its inventory. The start fails if that node does not take part."""
+    async def _survey_node(self, start: Start, node: NodeAt) -> None:
+        """Tells one node of the start and adds its inventory. Errors: AgentError if that node does not take part."""
         network = self._context.network
         assert network is not None
-        start.survey.pending_nodes.add(node.name)
-        tries = itertools.count(1)
-
-        def connect() -> None:
-            network.connect(node, lambda error: self._jobs.guard_start(start, lambda: connected(error)))
-
-        def connected(error: str) -> None:
-            if error:
+        fields = {"t": "survey", "launch": start.launch, "take_over": start.take_over}
+        for tries in itertools.count(1):
+            try:
+                await connected(network, node)
+            except AgentError as exc:
                 raise AgentError(
-                    f"agent {node.name} cannot be reached from the node of rank 0 ({error}): "
+                    f"agent {node.name} cannot be reached from the node of rank 0 ({exc}): "
                     "let the nodes connect to each other, or name an address that they can with CKPT_LISTEN=HOST:PORT"
-                )
-            fields = {"t": "survey", "launch": start.launch, "take_over": start.take_over}
+                ) from exc
             asked = network.channel(node.name)
-            network.request(
-                node.name, fields, (), lambda *found: self._jobs.guard_start(start, lambda: answered(asked, *found))
-            )
+            try:
+                answer = await answered(network, node.name, fields)
+                break
+            except AgentError as exc:
+                # Another connection: this one ended, as when both nodes dial each other at once.
+                if network.channel(node.name) is asked or tries == CONNECT_TRIES_MAX:
+                    raise AgentError(f"agent {node.name} does not take part: {exc}") from exc
+        start.inventory.merge(Inventory.unpack(answer.blobs[0]), node.name)
+        start.progress.advance()
 
-        def answered(asked: Channel | None, answer: Message | None, error: str) -> None:
-            # The connection ended, as when both nodes dial each other at once: the start was not refused.
-            if answer is None and network.channel(node.name) is not asked and next(tries) < CONNECT_TRIES_MAX:
-                connect()
-                return
-            if answer is None:
-                raise AgentError(f"agent {node.name} does not take part: {error}")
-            start.survey.inventory.merge(Inventory.unpack(answer.blobs[0]), node.name)
-            start.survey.pending_nodes.discard(node.name)
-
-        connect()
-
-    def _survey_memory_nodes(self, start: Start) -> None:
+    async def _survey_memory_nodes(self, start: Start) -> None:
         """Surveys the memory-only nodes. The start does without those that do not answer."""
+        addresses = start.memory_node_addresses
+        answers = {address: Promise[Message | None]() for address in addresses}
 
         def answered(address: Address, answer: Message | None, error: str) -> None:
+            answers[address].set_result(answer)
+
+        self._memory_nodes.survey_nodes(addresses, start.launch, start.take_over, answered)
+        for address, promise in answers.items():
+            answer = await promise
             try:
                 if answer is not None:
-                    start.survey.inventory.merge(Inventory.unpack(answer.blobs[0]), str(answer.fields["name"]))
+                    start.inventory.merge(Inventory.unpack(answer.blobs[0]), str(answer.fields["name"]))
             # A malformed answer can raise anything, and the start waits for this one.
             except Exception as exc:
                 log.warning("what the memory-only node at %s says it holds cannot be read: %r", address, exc)
-            start.survey.pending_nodes.discard(str(address))
+            start.progress.advance()
 
-        start.survey.pending_nodes.update(map(str, start.memory_node_addresses))
-        then = lambda *found: self._jobs.guard_start(start, lambda: answered(*found))  # noqa: E731
-        self._memory_nodes.survey_nodes(start.memory_node_addresses, start.launch, start.take_over, then)
-
-    def survey_previous_nodes(self, start: Start) -> None:
+    async def _survey_previous_nodes(self, start: Start) -> None:
         """Surveys agents of earlier starts, unless the nodes of this start hold a checkpoint of the newest epoch. Adds
-        them to `start.survey.previous_nodes`, which hear the outcome. Without a network there are none to ask."""
-        start.survey.has_surveyed_previous = True
-        network, view = self._context.network, start.survey.run_view
+        them to `start.previous_nodes`, which hear the outcome. Without a network there are none to ask."""
+        network, view = self._context.network, start.run_view
         if network is None or not start.nodes or view is None:
             return
-        if any(identity.epoch == view.newest_epoch for identity in start.survey.inventory.complete_checkpoints()):
+        if any(identity.epoch == view.newest_epoch for identity in start.inventory.complete_checkpoints()):
             return
         known = {network.agent_name, *(node.name for node in start.nodes)}
-        nodes = nodes_from_claims(view, network.secret_id, known)
-        names = {node.name for node in nodes}
+        nodes, later = nodes_from_claims(view, network.secret_id, known), self._context.server.call_later
+        found, _ = await survey(network, nodes, {}, later, start.previous_nodes.append)
+        for name, theirs in found.items():
+            start.inventory.merge(theirs, name)
+        start.progress.advance()
 
-        def surveyed(found: Mapping[str, Inventory], silent: Sequence[str]) -> None:
-            for name, theirs in found.items():
-                start.survey.inventory.merge(theirs, name)
-            start.survey.pending_nodes -= names
+    async def _list_store(self, start: Start) -> None:
+        """Lists the store. Where a checkpoint may be in memory, the start does without a store that does not answer.
+        Errors: RunInUse; StorageError."""
+        in_memory = any(each.claim is not None for each in self._memory.known_epochs(start))
+        work = lambda: self._view_run(start, in_memory)  # noqa: E731
+        try:
+            start.run_view = await work_on(self._context.workers, Lane.FRONT, work)
+        except StorageError as exc:
+            if not in_memory:
+                raise
+            log.warning("the store does not answer; the start uses this node's memory alone: %s", exc)
+        start.progress.advance()
 
-        def guard(what: Callable[[], None]) -> None:
-            self._jobs.guard_start(start, what)
-
-        start.survey.pending_nodes |= names
-        later = self._context.server.call_later
-        survey_nodes(network, nodes, surveyed, {}, guard, later, start.survey.previous_nodes.append)
-
-    def _list_store(self, start: Start, in_memory: bool) -> RunView:
-        """Lists the store, after it has made sure that no other agent's job uses the run. On a thread. `in_memory`: a
-        checkpoint may be in memory, so the store is retried only briefly. Errors: RunInUse; StorageError."""
+    def _view_run(self, start: Start, in_memory: bool) -> RunView:
+        """The run, after it was made sure that no other agent's job uses it. On a thread. `in_memory`: a checkpoint may
+        be in memory, so the store is retried only briefly. Errors: RunInUse; StorageError."""
         store = self._context.store
         run = store.open_run(impatient=in_memory)
         view = run.view()
@@ -144,17 +140,6 @@ class StartSurvey:
         if view.newest_epoch is not None:
             store.claims.replaceable_epochs.add(view.newest_epoch)
         return view if view.newest_epoch is None or view.newest_epoch in before[1] else run.view()
-
-    def _on_store_listed(self, start: Start, in_memory: bool, done: Future[RunView]) -> None:
-        error = done.exception()
-        if error is None:
-            start.survey.run_view = done.result()
-        elif not (isinstance(error, StorageError) and in_memory):
-            self._jobs.fail_start(start, error)
-            return
-        else:
-            log.warning("the store does not answer; the start uses this node's memory alone: %s", error)
-        start.survey.is_store_listed = True
 
     def announce_outcomes(self) -> None:
         """Tells the surveyed nodes the outcome of a start that is not under way any more."""
@@ -175,7 +160,7 @@ class StartSurvey:
         fields = {"t": "start-outcome", "epoch": str(epoch) if epoch is not None else None}
         # Nodes that a newer start has surveyed again hear only the newer outcome.
         again = {node.name for node in start.nodes} if start is not None else set()
-        for node in [*ended.nodes[1:], *ended.survey.previous_nodes]:
+        for node in [*ended.nodes[1:], *ended.previous_nodes]:
             if node.name not in again:
                 self._context.notify(node.name, fields)
         # Memory-only nodes learn of a begun epoch when it borrows from them.

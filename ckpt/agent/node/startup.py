@@ -7,11 +7,11 @@ ranks fetch it. A candidate that fails on any rank is struck out for all ranks, 
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.adaptive.history import LearntHistory
@@ -25,11 +25,12 @@ from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.start_survey import StartSurvey
 from ckpt.agent.node.startup_state import ResolvedStart, Start
+from ckpt.agent.runtime.coroutines import Coro, sleep, spawn, work_on
 from ckpt.agent.runtime.event_loop import Peer
+from ckpt.agent.runtime.workers import Lane
 from ckpt.agent.snapshots import candidates
 from ckpt.agent.snapshots.candidates import Candidate
 from ckpt.agent.snapshots.inventory import ancestor_fields
-from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import AnyPeer, RemoteShare
 from ckpt.agent.state.slots import SlotState
 from ckpt.errors import (
@@ -49,18 +50,19 @@ from ckpt.storage.names import redact_url
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
+    from ckpt.format.manifest import Record
     from ckpt.store.lineage import Claim
 
 log = logging.getLogger("ckpt")
 
 STAGED_WAIT_S = 5.0  # how long a start waits until the last staged snapshot is hashed
+STAGED_CHECK_S = 0.01  # between two looks whether it is
 LISTED_MAX = 200  # struck identities in an answer
 
 
 class Startup:
-    """The part of the agent that runs the start under way. Main thread only, but for `_resolve_candidate`. `survey`:
-    asks the nodes and the store. `candidates`: those in memory. `struck`: candidates that failed to restore, with the
-    reasons."""
+    """The part of the agent that runs the start under way. Main thread only. `survey`: asks the nodes and the store.
+    `candidates`: those in memory. `struck`: candidates that failed to restore, with the reasons."""
 
     def __init__(
         self,
@@ -95,8 +97,8 @@ class Startup:
         self._context.adopt_environment(fields)
         self.make_way(launch, f"launch {launch!r} began meanwhile")
         start = self._jobs.start = Start(peer, request_id, launch, world, take_over, nodes, memory_nodes)
-        self._report_progress(start, self._progress_key(start))
-        self.survey.begin(start)
+        self._spawn(start, self.report_progress(start))
+        self._spawn(start, self._survey_and_offer(start))
 
     def check_launch(self, launch: str, take_over: bool) -> None:
         """Errors: Superseded if that launch was superseded here, and does not take over."""
@@ -127,7 +129,11 @@ class Startup:
         start, job = self._require_start(peer, str(fields["epoch"]))
         identity = Identity.parse(str(fields["identity"])) if fields["identity"] is not None else None
         if identity is not None and fields.get("why"):
-            self._strike(start, identity, str(fields["why"])[:2000], int(fields["id"]))
+            if start.request_id is not None:
+                raise AgentError("a candidate is being chosen already")
+            self.struck[identity], start.request_id = str(fields["why"])[:2000], int(fields["id"])
+            self.candidates.end_sessions()
+            self._spawn(start, self._offer_next(start))
         else:
             self._finish(start, job, identity, int(fields["id"]))
 
@@ -145,7 +151,7 @@ class Startup:
         if former is not None:
             job.scheduler.facts.save_estimate.inherit(former.scheduler.facts.save_estimate)
         if job.cost_model is not None and parent is not None:
-            self._history.fill_cost_model(job.cost_model, parent.epoch, record, start.survey.run_view, start.nodes)
+            self._history.fill_cost_model(job.cost_model, parent.epoch, record, start.run_view, start.nodes)
         job.begin_training(self._make_claim(job, parent, start), resumed=False)
         self._coordinator.announce_claim(job)
         start.peer.reply(request_id, {})
@@ -168,130 +174,110 @@ class Startup:
 
     # -- progress
 
-    def _report_progress(self, start: Start, before: tuple[int, ...]) -> None:
+    async def report_progress(self, start: Start) -> None:
         """Reports progress every REPORT_INTERVAL_S to the trainer that waits for a candidate, so that it goes on
         waiting (see net/progress.py)."""
-        if self._jobs.start is not start:
-            return
-        now = self._progress_key(start)
-        if now != before and start.request_id is not None:
-            start.peer.send({"t": "progress", "id": start.request_id})
-        self._context.server.call_later(REPORT_INTERVAL_S, lambda: self._report_progress(start, now))
+        while True:
+            before = self._progress_key(start)
+            await sleep(self._context.server.call_later, REPORT_INTERVAL_S)
+            if self._progress_key(start) != before and start.request_id is not None:
+                start.peer.send({"t": "progress", "id": start.request_id})
 
     def _progress_key(self, start: Start) -> tuple[int, ...]:
         """A value that changes whenever the start, or any work that it may wait for, makes progress."""
         network = self._context.network
         heard = network.progress.count if network is not None else 0
-        return (*start.progress_key(), len(self.struck), self._memory.replicas.progress.count, heard)
+        return start.progress.count, len(self.struck), self._memory.replicas.progress.count, heard
 
     # -- the choice of a candidate
 
-    def advance(self) -> None:
-        """Chooses a candidate, once the store is listed, the nodes have answered, and staged snapshots are hashed."""
-        start = self._jobs.start
-        if start is None or not start.is_ready:
-            return
-        if not start.survey.has_surveyed_previous:
-            self._jobs.guard_start(start, lambda: self.survey.survey_previous_nodes(start))
-            if self._jobs.start is not start or start.survey.pending_nodes:
-                return
-        sound = [job for job in self._jobs.former if not job.context.internal_error]
-        staged = any(job.scheduler.slots.attempts(SlotState.STAGED) for job in sound)
-        if staged and time.monotonic() < start.began_s + STAGED_WAIT_S:
-            return
-        self._jobs.guard_start(start, lambda: self._choose_candidate(start))
+    def _spawn(self, start: Start, coroutine: Coro[None]) -> None:
+        """Runs a coroutine as long as that start is under way. An error in it fails the start."""
+        guard = functools.partial(self._jobs.guard_start, start)
+        guard(lambda: spawn(coroutine, guard))
 
-    def _strike(self, start: Start, identity: Identity, why: str, request_id: int) -> None:
-        """Strikes out the candidate for all ranks, since it failed on one of them; the next one is chosen then."""
-        self.struck[identity] = why
-        self.candidates.end_sessions()
-        start.request_id = request_id
+    async def _survey_and_offer(self, start: Start) -> None:
+        await self.survey.run(start)
+        await self._offer_next(start)
 
-    def _choose_candidate(self, start: Start) -> None:
-        """Chooses the newest candidate that is not struck out. One that lies on several nodes is gathered first."""
-        found = candidates.find_candidates(start.survey.run_view, self._memory.known_epochs(start))
-        # Remembered, since a checkpoint that cannot be gathered is no candidate any more.
-        start.choice.has_any_checkpoint = start.choice.has_any_checkpoint or bool(found)
-        start.choice.newest_step = found[0].identity.version.step if found else start.choice.newest_step
-        start.choice.stored_identities = tuple(each.identity for each in found if each.records)
-        held: list[tuple[Candidate, MemoryCheckpoint | None]] = []
-        for each in (each for each in found if each.identity not in self.struck):
-            # A start of several nodes gathers it even from one node: the other nodes ask where its frames are.
-            here = self._jobs.find_checkpoint(each.identity) if not start.nodes else None
-            checkpoint = here[2] if here is not None else None
-            if each.in_memory and checkpoint is None:
-                if each.identity not in start.choice.gathered_manifests:
-                    if held:
-                        break  # gathered only once the newer ones have failed
-                    start.choice.is_resolving = True
-                    self.candidates.gather(start, each.identity)
-                    return
-                checkpoint = start.choice.gathered_manifests[each.identity].checkpoint
-            held.append((each, checkpoint))
-        start.choice.is_resolving = True
-        then = lambda done: self._on_candidate_resolved(start, done)  # noqa: E731
-        self._context.run_for_start(start, lambda: self._resolve_candidate(held), then)
-
-    def _resolve_candidate(
-        self, held: list[tuple[Candidate, MemoryCheckpoint | None]]
-    ) -> tuple[ResolvedStart | None, dict[Identity, str]]:
-        """The first candidate whose manifest can be read, and why each candidate before it cannot. On a thread.
-
-        Errors: NewerFormat if a newer ckpt saved it: restoring an older one would fork the branch history."""
-        from ckpt.format.record import encode_manifest
-
+    async def _offer_next(self, start: Start) -> None:
+        """Answers the waiting trainer with the newest candidate that can be read, or with none. Errors: NoCheckpoint:
+        a run that had a checkpoint never begins afresh; CkptError."""
+        await self._hash_staged(start)
         damaged: dict[Identity, str] = {}
-        for candidate, checkpoint in held:
-            if checkpoint is not None:
-                manifest = checkpoint.manifest
-                return ResolvedStart(candidate, manifest, encode_manifest(manifest), checkpoint.metrics), damaged
-            try:
-                record = self._context.store.open_reader(candidate.records).record
-            except NewerFormat as exc:
-                url = redact_url(self._context.url)
-                raise NewerFormat(
-                    f"step {candidate.identity.version.step}, the newest of {url} that is left, was saved by a newer "
-                    f"ckpt ({exc}). An older checkpoint is not taken instead. Install that ckpt here as well, or go "
-                    f"back on purpose: ckpt branch {url} --at STEP"
-                ) from exc
-            except (DamagedData, NotFound) as exc:
-                damaged[candidate.identity] = str(exc)
-                continue
-            encoded = encode_manifest(record.manifest)
-            return ResolvedStart(candidate, record.manifest, encoded, record.metrics, record), damaged
-        return None, damaged
-
-    def _on_candidate_resolved(
-        self, start: Start, done: Future[tuple[ResolvedStart | None, dict[Identity, str]]]
-    ) -> None:
-        start.choice.is_resolving = False
-        error = done.exception()
-        if error is not None:
-            self._jobs.fail_start(start, error)
-            return
-        chosen, damaged = done.result()
-        self.struck.update(damaged)
-        if chosen is None and damaged:
-            return  # older candidates may be left; they are looked at next
-        # A run that had a checkpoint never begins afresh.
+        chosen = await self._choose_candidate(start, damaged)
         if chosen is None and start.choice.has_any_checkpoint and start.job is None:
             failed = {**start.choice.gather_errors, **self.struck}
             text = "; ".join(f"step {identity.version.step}: {why}" for identity, why in list(failed.items())[-3:])
             url = self._context.url
-            why = f"no checkpoint of {redact_url(url)} can be restored: {text}. {unrestorable_hint(url)}"
-            self._jobs.fail_start(start, NoCheckpoint(why))
-            return
-        start.choice.partial_places = None
+            raise NoCheckpoint(f"no checkpoint of {redact_url(url)} can be restored: {text}. {unrestorable_hint(url)}")
+        places = None
         if (
-            chosen is None
-            or chosen.record is None
-            or chosen.candidate.identity not in start.survey.inventory.world_sizes
+            chosen is not None
+            and chosen.record is not None
+            and chosen.candidate.identity in start.inventory.world_sizes
         ):
-            self._offer_candidate(start, chosen, damaged)
-            return
-        start.choice.is_resolving = True
-        then = lambda: self._offer_candidate(start, chosen, damaged)  # noqa: E731
-        self.candidates.find_frames(start, chosen, lambda: self._progress_key(start), then)
+            places = await self.candidates.find_frames(start, chosen, lambda: self._progress_key(start))
+        start.choice.partial_places = places
+        self._offer_candidate(start, chosen, damaged)
+
+    async def _hash_staged(self, start: Start) -> None:
+        """Waits until the former jobs' staged snapshots are hashed, at most until STAGED_WAIT_S after the start."""
+        while time.monotonic() < start.began_s + STAGED_WAIT_S:
+            sound = [job for job in self._jobs.former if not job.context.internal_error]
+            if not any(job.scheduler.slots.attempts(SlotState.STAGED) for job in sound):
+                return
+            await sleep(self._context.server.call_later, STAGED_CHECK_S)
+
+    async def _choose_candidate(self, start: Start, damaged: dict[Identity, str]) -> ResolvedStart | None:
+        """The newest candidate that can be read and is not struck out; None: none is left. One that lies on several
+        nodes is gathered first. `damaged`: gets those that cannot be read, and why; they are struck out, too."""
+        from ckpt.format.record import encode_manifest
+
+        while (candidate := self._newest_candidate(start)) is not None:
+            identity = candidate.identity
+            # A start of several nodes gathers it even from one node: the other nodes ask where its frames are.
+            here = self._jobs.find_checkpoint(identity) if not start.nodes else None
+            checkpoint = here[2] if here is not None else None
+            if candidate.in_memory and checkpoint is None:
+                if identity not in start.choice.gathered_manifests:
+                    await self.candidates.gather(start, identity)
+                    continue
+                checkpoint = start.choice.gathered_manifests[identity].checkpoint
+            record = await self._read_record(candidate, damaged) if checkpoint is None else None
+            found = record if checkpoint is None else checkpoint
+            if found is not None:
+                encode = functools.partial(encode_manifest, found.manifest)
+                encoded = await work_on(self._context.workers, Lane.FRONT, encode)
+                return ResolvedStart(candidate, found.manifest, encoded, found.metrics, record)
+            self.struck.update(damaged)
+        return None
+
+    def _newest_candidate(self, start: Start) -> Candidate | None:
+        """The newest candidate that is not struck out."""
+        found = candidates.find_candidates(start.run_view, self._memory.known_epochs(start))
+        # Remembered, since a checkpoint that cannot be gathered is no candidate any more.
+        start.choice.has_any_checkpoint = start.choice.has_any_checkpoint or bool(found)
+        start.choice.newest_step = found[0].identity.version.step if found else start.choice.newest_step
+        start.choice.stored_identities = tuple(each.identity for each in found if each.records)
+        return next((each for each in found if each.identity not in self.struck), None)
+
+    async def _read_record(self, candidate: Candidate, damaged: dict[Identity, str]) -> Record | None:
+        """The candidate's record in the store; None: it is damaged, as `damaged` gets to know. Errors: NewerFormat if a
+        newer ckpt saved it: restoring an older one would fork the branch history; StorageError."""
+        read = lambda: self._context.store.open_reader(candidate.records).record  # noqa: E731
+        try:
+            return await work_on(self._context.workers, Lane.FRONT, read)
+        except NewerFormat as exc:
+            url = redact_url(self._context.url)
+            raise NewerFormat(
+                f"step {candidate.identity.version.step}, the newest of {url} that is left, was saved by a newer "
+                f"ckpt ({exc}). An older checkpoint is not taken instead. Install that ckpt here as well, or go "
+                f"back on purpose: ckpt branch {url} --at STEP"
+            ) from exc
+        except (DamagedData, NotFound) as exc:
+            damaged[candidate.identity] = str(exc)
+            return None
 
     # -- the answer
 
@@ -337,9 +323,9 @@ class Startup:
     def _new_job(self, start: Start) -> Job:
         claims = self._context.store.claims
         # The inventory may be old by now, hence the newest epoch too.
-        begun = {*claims.own_epochs, *start.survey.inventory.steps, self._memory.newest_epoch()}
-        epoch = candidates.choose_epoch(start.survey.run_view, self._memory.known_epochs(start), begun)
-        claims.record_start(epoch, start.survey.run_view, start.take_over)
+        begun = {*claims.own_epochs, *start.inventory.steps, self._memory.newest_epoch()}
+        epoch = candidates.choose_epoch(start.run_view, self._memory.known_epochs(start), begun)
+        claims.record_start(epoch, start.run_view, start.take_over)
         return self.make_job(epoch, start.world, start.launch, start.peer, start.nodes)
 
     def make_job(self, epoch: Epoch, world: int, launch: str, first: AnyPeer, nodes: tuple[NodeAt, ...]) -> Job:
@@ -353,7 +339,7 @@ class Startup:
 
     def _ended_steps(self, start: Start) -> dict[Epoch, int]:
         """By epoch, the newest step that is known to have ended in it."""
-        ended = dict(start.survey.inventory.steps)
+        ended = dict(start.inventory.steps)
         # The account outlives a job that has left nothing in memory.
         account = self._context.status_view.account.newest_ended_step
         here = [(job.epoch, job.local_share.ended_step()) for job in self._jobs.former]
@@ -375,7 +361,7 @@ class Startup:
         from ckpt.store.lineage import AGENT_ADDRESSES_MAX, AGENTS_MAX, ANCESTORS_MAX, Claim
 
         known = {each.epoch: each.claim for each in self._jobs.coordinated() if each.claim is not None}
-        known |= start.survey.inventory.claims
+        known |= start.inventory.claims
         ancestors = candidates.unclaimed_ancestors(parent, known.values(), self._context.store.is_claimed)
         network, host = self._context.network, socket.gethostname()[:200]
         run = network.secret_id if network is not None and job.nodes else ""

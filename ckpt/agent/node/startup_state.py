@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.agent.job.job import Job
+from ckpt.agent.net.progress import Progress
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.snapshots.candidates import Candidate
 from ckpt.agent.snapshots.inventory import Inventory
@@ -23,31 +24,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class SurveyState:
-    """What a start has heard. `pending_nodes`: nodes that have not answered. `inventory`: what the nodes and this one
-    hold. `is_store_listed`: the listing of the store has ended; `run_view`: that listing, None if the store did not
-    answer. `previous_nodes`: nodes of earlier starts that have no rank in this one and were surveyed."""
-
-    pending_nodes: set[str] = field(default_factory=set)
-    inventory: Inventory = field(default_factory=Inventory)
-    is_store_listed: bool = False
-    run_view: RunView | None = None
-    has_surveyed_previous: bool = False
-    previous_nodes: list[NodeAt] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class ChoiceState:
     """What a start chooses from. `gathered_manifests`: checkpoints put together from several nodes; `gather_errors`:
-    those that could not be, and why. `is_resolving`: a candidate is being gathered or its manifest read.
-    `has_any_checkpoint`, `newest_step`: of the branch history, struck candidates included. `stored_identities`: what
+    those that could not be, and why. `has_any_checkpoint`, `newest_step`: of the branch history, struck candidates
+    included. `stored_identities`: what
     the store has of it, newest first. `steps_lost`: steps to redo after the chosen checkpoint; None: unknown.
     `has_reported_loss`: `restore.lost` was emitted. `location_blobs`: by checkpoint, the blobs that tell nodes where
     its frames are. `partial_places`: the frames that memory has of a candidate that is read from the store."""
 
     gathered_manifests: dict[Identity, GatheredManifest] = field(default_factory=dict)
     gather_errors: dict[Identity, str] = field(default_factory=dict)
-    is_resolving: bool = False
     has_any_checkpoint: bool = False
     newest_step: int = 0
     steps_lost: int | None = None
@@ -81,7 +67,11 @@ class ChoiceState:
 class Start:
     """A start under way. `request_id`: the request that waits for a candidate; None: none waits now. `nodes`: the nodes
     of the ranks, if there are several nodes or memory-only nodes are named. `memory_node_addresses`: the addresses of
-    the memory-only nodes. `job`: set once the epoch has begun."""
+    the memory-only nodes. `job`: set once the epoch has begun. `progress`: of the survey and the choice.
+
+    What it has heard: `inventory`: what the nodes and this one hold. `run_view`: the listing of the store; None: it is
+    not there yet, or the store did not answer. `previous_nodes`: nodes of earlier starts that have no rank in this one
+    and were surveyed."""
 
     peer: Peer
     request_id: int | None
@@ -92,27 +82,18 @@ class Start:
     memory_node_addresses: tuple[Address, ...] = ()
     began_s: float = field(default_factory=time.monotonic)
     job: Job | None = None
-    survey: SurveyState = field(default_factory=SurveyState)
+    progress: Progress = field(default_factory=Progress)
+    inventory: Inventory = field(default_factory=Inventory)
+    run_view: RunView | None = None
+    previous_nodes: list[NodeAt] = field(default_factory=list)
     choice: ChoiceState = field(default_factory=ChoiceState)
-
-    @property
-    def is_ready(self) -> bool:
-        """True if a candidate can be chosen: one is waited for, the store is listed, and all nodes have answered."""
-        is_waiting = self.request_id is not None and not self.choice.is_resolving
-        return is_waiting and self.survey.is_store_listed and not self.survey.pending_nodes
-
-    def progress_key(self) -> tuple[int, ...]:
-        """A value that changes whenever the start makes progress."""
-        survey, choice = self.survey, self.choice
-        gathered = len(choice.gathered_manifests), len(choice.gather_errors), choice.is_resolving
-        return (*gathered, len(survey.pending_nodes), survey.is_store_listed, survey.has_surveyed_previous)
 
     def count_steps_lost(self, ended: Mapping[Epoch, int]) -> None:
         """Sets `choice.steps_lost`: how many steps the former run had ended beyond the chosen checkpoint; None if no
         living node knows. `ended`: by epoch, the newest ended step. Steps that still earlier runs had ended do not
         count: the former start lost them."""
         # An epoch reached at least the newest step that is held of it.
-        held = {identity.epoch: identity.version.step for identity in sorted(self.survey.inventory.world_sizes)}
+        held = {identity.epoch: identity.version.step for identity in sorted(self.inventory.world_sizes)}
         chosen = self.choice.identity
         begun = {epoch for steps in (ended, held) for epoch, step in steps.items() if step}
         newest = max((epoch for epoch in begun if chosen is None or epoch >= chosen.epoch), default=None)
@@ -123,7 +104,7 @@ class Start:
     def lost_parts_event(self) -> Event | None:
         """The event `restore.lost`, once, if a checkpoint newer than the chosen one lost a part together with a node;
         else None."""
-        found, chosen = self.survey.inventory.incomplete_checkpoints(), self.choice.identity
+        found, chosen = self.inventory.incomplete_checkpoints(), self.choice.identity
         # What memory lacks of the chosen checkpoint itself is in the store.
         if not found or self.choice.has_reported_loss or (chosen is not None and max(found) <= chosen):
             return None

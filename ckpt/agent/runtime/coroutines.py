@@ -302,13 +302,18 @@ def promise_of(future: Future[T], post: Callable[[Callable[[], None]], None]) ->
     return promise
 
 
+def work_on(workers: Workers, lane: Lane, work: Callable[[], T]) -> Promise[T]:
+    """Runs `work` in that lane. Errors: those of `work`."""
+    done = Promise[T]()
+    workers.run(lane, work, done.set_from)
+    return done
+
+
 async def run_on(workers: Workers, lane: Lane, work: Callable[[], T]) -> T:
     """Runs `work` in that lane. Errors: CkptError, also for any other error of `work`, which may be given what another
     agent says."""
-    done = Promise[T]()
-    workers.run(lane, work, done.set_from)
     try:
-        return await done
+        return await work_on(workers, lane, work)
     except CkptError:
         raise
     except Exception as exc:

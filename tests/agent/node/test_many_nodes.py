@@ -142,7 +142,7 @@ def test_what_a_lender_is_told_of_the_longest_claim_fits_into_a_message() -> Non
 def test_where_a_thousand_nodes_of_earlier_starts_are_that_hold_a_candidate_fits_into_a_message() -> None:
     nodes = [NodeAt(f"{at:016x}", (Address("10.11.12.13", at), Address("10.11.12.14", at)), ()) for at in range(COUNT)]
     places = SimpleNamespace(holders={at: [node.name] for at, node in enumerate(nodes)})
-    start = cast(Start, SimpleNamespace(survey=SimpleNamespace(previous_nodes=())))
+    start = cast(Start, SimpleNamespace(previous_nodes=()))
     context = SimpleNamespace(jobs=None)
     candidates = CandidateService(cast(Any, context), cast(Any, None), cast(Any, SimpleNamespace(nodes=lambda: nodes)))
     blob = candidates.encode_holders(start, cast(Any, places))

@@ -3,6 +3,7 @@ trainer believes it."""
 
 from __future__ import annotations
 
+import functools
 import signal
 import socket
 import threading
@@ -18,6 +19,7 @@ import pytest
 from ckpt.agent.net.progress import Progress
 from ckpt.agent.node.startup import Startup
 from ckpt.agent.node.startup_state import Start
+from ckpt.agent.runtime.coroutines import spawn
 from ckpt.errors import AgentError, NoCheckpoint
 from ckpt.ipc import client, messages
 from ckpt.threads import Tasks
@@ -199,7 +201,7 @@ class Starting:
         self.jobs.start = self.start
         memory, coordinator = SimpleNamespace(replicas=self.copies), SimpleNamespace(memory_nodes=None)
         startup = Startup(context, cast(Any, memory), cast(Any, coordinator), nothing, nothing)
-        startup._report_progress(self.start, startup._progress_key(self.start))
+        spawn(startup.report_progress(self.start), functools.partial(self.jobs.guard_start, self.start))
 
     def look(self) -> list[int]:
         """Of which requests it is said."""
@@ -213,15 +215,9 @@ class Starting:
 
 def test_a_start_is_said_to_move_when_something_of_it_has() -> None:
     starting = Starting()
-    start, moves = starting.start, [starting.network.progress.advance, starting.copies.progress.advance]
-    moves += [
-        lambda: start.survey.pending_nodes.add("n1"),
-        start.survey.pending_nodes.clear,
-        lambda: setattr(start.survey, "is_store_listed", True),
-    ]
     assert starting.look() == []
-    for move in moves:
-        move()
+    for each in (starting.network, starting.copies, starting.start):
+        each.progress.advance()
         assert starting.look() == [7]
         assert starting.look() == [], "it stands still"
 
@@ -229,13 +225,13 @@ def test_a_start_is_said_to_move_when_something_of_it_has() -> None:
 def test_nothing_is_said_where_nobody_waits_nor_after_the_start() -> None:
     starting = Starting()
     starting.start.request_id = None  # the ranks restore
-    starting.start.survey.is_store_listed = True
+    starting.start.progress.advance()
     assert starting.look() == []
     starting.start.request_id = 8  # the candidate has failed, and the next is waited for
-    starting.start.choice.is_resolving = True
+    starting.start.progress.advance()
     assert starting.look() == [8]
     starting.jobs.start = None
-    starting.start.choice.is_resolving = False
+    starting.start.progress.advance()
     assert starting.look() == starting.look() == []
     assert not starting._timers
 

@@ -12,6 +12,7 @@ from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.restore import collect
 from ckpt.agent.restore.collect import CHECK_S, CheckpointCollector
 from ckpt.agent.restore.partial_match import ANSWER_TIMEOUT_S
+from ckpt.agent.runtime import coroutines
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
 from ckpt.agent.snapshots.memory_checkpoint import StagedReader, assemble_checkpoint
 from ckpt.placement.placement import Parity
@@ -51,10 +52,10 @@ class Part:
         manifest = assemble_checkpoint(STEP, StagedReader().read_sealed(STEP, fleet.world, arenas), arenas).manifest
         services = cast(PeerNetwork, fleet.links[me]), fleet.turned.workers, fleet.parities[me]
         held = lambda which: fleet.held(me, which)  # noqa: E731
-        made = CheckpointCollector(*services, held, self.inventory, left, (), lambda what: what(), urgent)
+        made = CheckpointCollector(*services, held, self.inventory, left, (), urgent)
         moves, then = lambda: self.moved, lambda *found: self.heard.append(found)
         later: Callable[..., Any] = lambda delay_s, what: self.timers.append((delay_s, what))  # noqa: E731
-        made.collect_part(STEP, manifest, self.leave, later, moves, then)
+        coroutines.start(made.collect_part(STEP, manifest, self.leave, later, moves), then)
 
     def bound(self, monkeypatch: pytest.MonkeyPatch, looks: float) -> None:
         """As if the store took so many times CHECK_S for what is to be made."""

@@ -3,6 +3,7 @@ committed."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 
 from ckpt.agent.commit.commit_turns import CommitTurns
 from ckpt.agent.node.orphan_committer import OrphanCommitter, assign_writers
+from ckpt.agent.runtime.coroutines import spawn
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc.node_list import NodeAt
 from tests.agent.node.test_agent import wait_for
@@ -194,7 +196,7 @@ def test_nobody_is_asked_once_the_attempt_is_over() -> None:
     attempt = SimpleNamespace(network=network, inventory=Inventory(), job=SimpleNamespace(nodes=nodes))
     orphans = OrphanCommitter(bare_context(), cast(Any, None), CommitTurns(1.0), lambda: None)
     orphans._attempt = cast(Any, attempt)
-    orphans._survey_other_nodes(cast(Any, attempt))
+    spawn(orphans._survey_other_nodes(cast(Any, attempt)), functools.partial(orphans._guard, cast(Any, attempt)))
     assert len(connected) == 2, "not the coordinator, which is lost"
     connected[0]("")
     orphans._attempt = None

@@ -15,6 +15,7 @@ import pytest
 
 from ckpt.agent.node.start_survey import StartSurvey, nodes_from_claims
 from ckpt.agent.node.startup_state import Start
+from ckpt.agent.runtime.coroutines import spawn
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc import secret
 from ckpt.ipc.node_list import NodeAt
@@ -90,7 +91,7 @@ def survey_previous(start: Start, net: object, timers: list[Callable[[], None]])
     context = bare_context(network=net, server=server)
     context.jobs.start = start
     start.nodes = (NodeAt("me", (), (0,)),)
-    StartSurvey(context, cast(Any, None), cast(Any, None)).survey_previous_nodes(start)
+    spawn(StartSurvey(context, cast(Any, None), cast(Any, None))._survey_previous_nodes(start))
 
 
 @pytest.mark.parametrize("newest", [True, False])
@@ -104,13 +105,12 @@ def test_nobody_is_asked_where_the_nodes_that_take_part_hold_the_newest_epoch(ne
             asked.append(node.name)
 
     start = Start(None, 1, "l", 1, False)  # type: ignore[arg-type]
-    start.survey.run_view = RunView((claim(1, "r", "a"), claim(2, "r", "b")), frozenset(), (), {}, frozenset(), {})
+    start.run_view = RunView((claim(1, "r", "a"), claim(2, "r", "b")), frozenset(), (), {}, frozenset(), {})
     held = Identity(at(2 if newest else 1), Version(5))
-    start.survey.inventory.world_sizes[held] = 1
-    start.survey.inventory.holders[held, 0] = [""]
+    start.inventory.world_sizes[held] = 1
+    start.inventory.holders[held, 0] = [""]
     survey_previous(start, Net(), [])
     assert asked == ([] if newest else ["b", "a"])
-    assert start.survey.pending_nodes == set(asked)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -125,7 +125,7 @@ def test_who_was_asked_hears_the_outcome_also_where_the_answer_came_too_late(is_
 
     net = Asking(agent_name="me")
     start = Start(None, 1, "l", 1, False)  # type: ignore[arg-type]
-    start.survey.run_view = RunView((claim(2, "r", "a"),), frozenset(), (), {}, frozenset(), {})
+    start.run_view = RunView((claim(2, "r", "a"),), frozenset(), (), {}, frozenset(), {})
     timers: list[Callable[[], None]] = []
     survey_previous(start, net, timers)
     connected[0]("")
@@ -134,10 +134,10 @@ def test_who_was_asked_hears_the_outcome_also_where_the_answer_came_too_late(is_
     theirs = Inventory()
     theirs.add_epoch(None, at(2), 5)
     net.asked[0].answer({}, [msgpack.packb(theirs.fields())])
-    assert [node.name for node in start.survey.previous_nodes] == ["a"], (
+    assert [node.name for node in start.previous_nodes] == ["a"], (
         "or it would do nothing for as long as this agent lives"
     )
-    assert start.survey.inventory.steps == ({} if is_late else {at(2): 5})
+    assert start.inventory.steps == ({} if is_late else {at(2): 5})
 
 
 def test_who_knows_another_secret_learns_nothing_and_starts_from_the_store(cluster: Cluster) -> None:
