@@ -6,6 +6,7 @@ starts.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from ckpt.agent.restore.peer_source import PeerSource
 from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.agent.restore.shared_read import SharedRead
 from ckpt.agent.restore.sources import open_session
+from ckpt.agent.runtime.coroutines import start as begin
 from ckpt.agent.runtime.memory_plan import needed_bytes, slots_for
 from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest
 from ckpt.agent.snapshots.memory_checkpoint import LocalMemory, Memory
@@ -60,7 +62,8 @@ class CandidateService:
             start.choice.gather_errors[identity] = error
             start.survey.inventory.mark_unusable(identity)
 
-        self._make_collector(start).collect_whole(identity, collected)
+        collecting = self._make_collector(start).collect_whole(identity)
+        begin(collecting, collected, functools.partial(self._jobs.guard_start, start))
 
     def find_frames(
         self, start: Start, chosen: ResolvedStart, moves: Callable[[], object], then: Callable[[], None]
@@ -81,13 +84,13 @@ class CandidateService:
         slots = {name: _slot_bytes(manifest, count, start.world) for name, count in ranks.items()}
         leave = {name: needed_bytes(slot_bytes, SLOTS_MIN) for name, slot_bytes in slots.items()}
         later = self._context.server.call_later
-        self._make_collector(start).collect_part(identity, manifest, leave, later, moves, found)
+        collecting = self._make_collector(start).collect_part(identity, manifest, leave, later, moves)
+        begin(collecting, found, functools.partial(self._jobs.guard_start, start))
 
     def _make_collector(self, start: Start) -> CheckpointCollector:
         memory, context = self._memory, self._context
         services = context.network, context.workers, memory.replica_service, memory.arenas_of, start.survey.inventory
-        guard = lambda what: self._jobs.guard_start(start, what)  # noqa: E731
-        return CheckpointCollector(*services, start.nodes, self._holders_without_ranks(start), guard, urgent=True)
+        return CheckpointCollector(*services, start.nodes, self._holders_without_ranks(start), urgent=True)
 
     def _holders_without_ranks(self, start: Start | None) -> list[NodeAt]:
         former = start.survey.previous_nodes if start is not None else ()

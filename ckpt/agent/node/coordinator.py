@@ -3,7 +3,7 @@ and the replication of the checkpoint that the job was started from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.job.job import Job
@@ -176,16 +176,15 @@ class Coordinator:
         if identity is None or network is None:
             return
 
-        def rebuild(held: Inventory, then: Callable[[str], None]) -> None:
-            def rebuilt(error: str) -> None:
-                memory.replicas.arenas.release(identity)
-                then(error)
-
+        async def rebuild(held: Inventory) -> None:
+            services = network, self._context.workers, memory.replica_service, memory.arenas_of, held
+            collector = CheckpointCollector(*services, job.nodes, self.memory_nodes.nodes())
             # Leased, since a newer checkpoint may be replicated meanwhile and evict this one.
             memory.replicas.arenas.lease(identity)
-            services = network, self._context.workers, memory.replica_service, memory.arenas_of, held
-            collector = CheckpointCollector(*services, job.nodes, self.memory_nodes.nodes(), job.context.guard)
-            collector.rebuild(identity, held.missing_ranks(identity), {}, rebuilt)
+            try:
+                await collector.rebuild(identity, held.missing_ranks(identity), {})
+            finally:
+                memory.replicas.arenas.release(identity)
 
         job.replication.rereplication = Rereplication(
             *(network, memory.replicas, memory.replica_service, identity),

@@ -25,8 +25,9 @@ from ckpt.agent.commit.job_options import JobOptions
 from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_orphan, judge
 from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import NodeMemory
-from ckpt.agent.replication.survey import survey_nodes
+from ckpt.agent.replication.survey import survey
 from ckpt.agent.restore.collect import CheckpointCollector
+from ckpt.agent.runtime.coroutines import spawn, start
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
@@ -175,7 +176,8 @@ class OrphanCommitter:
         self.end_attempt(settled)
 
     def _survey_other_nodes(self, attempt: _Attempt) -> None:
-        def surveyed(found: Mapping[str, Inventory], silent: Sequence[str]) -> None:
+        async def run() -> None:
+            found, _ = await survey(network, others, {"for_orphans": True}, self._context.server.call_later)
             for node in [node for node in nodes if node.name in found]:
                 attempt.inventory.merge(found[node.name], node.name)
                 attempt.answered_nodes.append(node)
@@ -185,8 +187,7 @@ class OrphanCommitter:
         others = [node for node in nodes[1:] if node.name != network.agent_name]
         # The former coordinator's agent may be connected: it may have followed a newer start that was led from here.
         others += [node for node in nodes[:1] if network.channel(node.name) is not None]
-        guard = functools.partial(self._guard, attempt)
-        survey_nodes(network, others, surveyed, {"for_orphans": True}, guard, self._context.server.call_later)
+        spawn(run(), functools.partial(self._guard, attempt))
 
     def _choose_orphan(self, attempt: _Attempt) -> None:
         """Chooses the newest checkpoint that memory can give, and commits it if the run still needs it."""
@@ -241,8 +242,8 @@ class OrphanCommitter:
             self._memory.arenas_of,
             attempt.inventory,
         )
-        guard = lambda what: self._guard(attempt, what)  # noqa: E731
-        CheckpointCollector(*services, [*mine, *attempt.answered_nodes], (), guard).collect_whole(identity, collected)
+        collecting = CheckpointCollector(*services, [*mine, *attempt.answered_nodes], ()).collect_whole(identity)
+        start(collecting, collected, functools.partial(self._guard, attempt))
 
     def _commit_orphan(self, attempt: _Attempt, found: GatheredManifest) -> None:
         checkpoint, identity = found.checkpoint, found.checkpoint.identity

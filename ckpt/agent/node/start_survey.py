@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,8 @@ from ckpt.agent.job.memory_node_client import MemoryNodeClients
 from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.startup_state import Start
-from ckpt.agent.replication.survey import survey_nodes
+from ckpt.agent.replication.survey import survey
+from ckpt.agent.runtime.coroutines import spawn
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import AgentError, CkptError, StorageError
 from ckpt.ipc.addresses import Address
@@ -119,17 +120,15 @@ class StartSurvey:
         nodes = nodes_from_claims(view, network.secret_id, known)
         names = {node.name for node in nodes}
 
-        def surveyed(found: Mapping[str, Inventory], silent: Sequence[str]) -> None:
+        async def run() -> None:
+            later, asked = self._context.server.call_later, start.survey.previous_nodes.append
+            found, _ = await survey(network, nodes, {}, later, asked)
             for name, theirs in found.items():
                 start.survey.inventory.merge(theirs, name)
             start.survey.pending_nodes -= names
 
-        def guard(what: Callable[[], None]) -> None:
-            self._jobs.guard_start(start, what)
-
         start.survey.pending_nodes |= names
-        later = self._context.server.call_later
-        survey_nodes(network, nodes, surveyed, {}, guard, later, start.survey.previous_nodes.append)
+        spawn(run(), lambda what: self._jobs.guard_start(start, what))
 
     def _list_store(self, start: Start, in_memory: bool) -> RunView:
         """Lists the store, after it has made sure that no other agent's job uses the run. On a thread. `in_memory`: a

@@ -27,7 +27,7 @@ from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Assignment, make_replicas
 from ckpt.agent.replication.survey import survey
-from ckpt.agent.runtime.coroutines import Promise, Task, spawn
+from ckpt.agent.runtime.coroutines import Coro, Task, spawn
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import AgentError, CkptError
 from ckpt.placement.groups import PlacementNode
@@ -54,8 +54,8 @@ def retry_delay_s(failures: int) -> float:
 
 class Rereplication:
     """The re-replication of one checkpoint, `identity`. `nodes`: of the job, and memory-only ones. `own`: this node's
-    inventory. `rebuild(inventory, then)`: rebuilds what no node holds; `then` hears "" or the error. `guard`: runs a
-    function of the job. `later(delay_s, what)`: a timer. `report(is_safe)`: hears whether the checkpoint meets the
+    inventory. `rebuild`: rebuilds what no node holds, by that inventory; errors: CkptError. `guard`: runs a function of
+    the job. `later(delay_s, what)`: a timer. `report(is_safe)`: hears whether the checkpoint meets the
     replication target now."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Rereplication:
         identity: Identity,
         nodes: Callable[[], Sequence[NodeAt]],
         own: Callable[[], Inventory],
-        rebuild: Callable[[Inventory, Callable[[str], None]], None],
+        rebuild: Callable[[Inventory], Coro[None]],
         guard: Callable[[Callable[[], None]], None],
         later: Callable[[float, Callable[[], None]], object],
         emit: Emit,
@@ -140,9 +140,7 @@ class Rereplication:
             return True
         if missing := held.missing_ranks(self.identity):
             self._begin_action(missing)
-            rebuilt = Promise[None]()
-            self._rebuild(held, lambda error: rebuilt.set_outcome(None, error))
-            await rebuilt
+            await self._rebuild(held)
             return False
         plan, sizes = self._plan(held, nodes, lends, copies)
         if plan.replicas:

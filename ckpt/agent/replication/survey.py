@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.net.peer_network import PeerNetwork, answered, connected
-from ckpt.agent.runtime.coroutines import CallLater, Guard, gather, race, spawn, time_out
+from ckpt.agent.runtime.coroutines import CallLater, gather, race, time_out
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import AgentError
 from ckpt.types import Epoch, Identity
@@ -32,9 +32,6 @@ log = logging.getLogger("ckpt")
 SURVEY_TIMEOUT_S = 5.0
 
 NO_LEASE: Mapping[str, Any] = {"lease": False}  # a survey that has nothing stay as listed
-
-# Hears the answers by node, and the nodes that did not answer.
-OnSurveyed = Callable[[Mapping[str, Inventory], Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +85,6 @@ async def find_replicated(
     found, silent = await survey(network, nodes)
     held = {name: each.filter_epoch(epoch) for name, each in {network.agent_name: own, **found}.items()}
     return newest_replicated(held, losses) if not silent else None
-
-
-def survey_nodes(
-    network: PeerNetwork,
-    nodes: Iterable[NodeAt],
-    then: OnSurveyed,
-    fields: Mapping[str, Any] = NO_LEASE,
-    guard: Guard | None = None,
-    later: CallLater | None = None,
-    asked: Callable[[NodeAt], object] = lambda node: None,
-) -> None:
-    """`survey`, for a caller that takes a callback. `guard`: runs a function while the result is still wanted."""
-
-    async def run() -> None:
-        then(*await survey(network, nodes, fields, later, asked))
-
-    spawn(run(), guard)
 
 
 async def survey(

@@ -13,7 +13,7 @@ from ckpt.agent.replication.rebuild import Rebuild
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.restore.manifest_request import RankMissing, gather_manifest
 from ckpt.agent.restore.partial_match import match_part
-from ckpt.agent.runtime.coroutines import CallLater, Guard, race, sleep, start
+from ckpt.agent.runtime.coroutines import CallLater, race, sleep
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest
@@ -33,8 +33,7 @@ REBUILD_BYTES_S_MIN = 50 << 20  # the least rebuild rate of a node; most stores 
 
 
 class CheckpointCollector:
-    """Collects checkpoints that the nodes hold, one at a time. Each `then` is called once, with the result and "", or
-    None and the error. Main thread only."""
+    """Collects checkpoints that the nodes hold, one at a time. Main thread only."""
 
     def __init__(
         self,
@@ -45,26 +44,22 @@ class CheckpointCollector:
         inventory: Inventory,
         nodes: Sequence[NodeAt],
         others: Sequence[NodeAt],
-        guard: Guard,
         urgent: bool = False,
     ) -> None:
         """`inventory`: what all nodes hold; rebuilds and damage update it. `nodes`: those that may rebuild, this
-        one first; () if it is the only one. `others`: nodes that only hold replicas. `guard`: runs a continuation while
-        its result is still wanted. `urgent`: a start waits."""
+        one first; () if it is the only one. `others`: nodes that only hold replicas. `urgent`: a start waits."""
         self._network, self._workers, self._service, self._arenas_of = network, workers, service, arenas_of
         self._inventory, self._nodes, self._memory_nodes = inventory, list(nodes), list(others)
-        self._guard, self._urgent = guard, urgent
+        self._urgent = urgent
         self._me = network.agent_name if network is not None else ""
 
-    def collect_whole(self, identity: Identity, then: Callable[[GatheredManifest | None, str], None]) -> None:
-        """Collects the whole checkpoint. Ranks that no node holds, or that turn out damaged, are rebuilt first."""
-        start(self._collect_whole(identity), then, self._guard)
-
-    async def _collect_whole(self, identity: Identity) -> GatheredManifest:
+    async def collect_whole(self, identity: Identity) -> GatheredManifest:
+        """Collects the whole checkpoint. Ranks that no node holds, or that turn out damaged, are rebuilt first. Errors:
+        CkptError."""
         inventory = self._inventory
         while True:
             if missing := inventory.missing_ranks(identity):
-                await self._rebuild(identity, missing, {})
+                await self.rebuild(identity, missing, {})
             holders, arenas = inventory.holders_by_rank(identity), self._arenas_of(identity)
             try:
                 return await gather_manifest(self._network, self._workers, identity, holders, arenas)
@@ -74,21 +69,7 @@ class CheckpointCollector:
                     raise
                 log.warning("%s: %s; it is made again from parity", identity, exc)
 
-    def collect_part(
-        self,
-        identity: Identity,
-        manifest: Manifest,
-        leave: Mapping[str, int],
-        later: CallLater,
-        moves: Callable[[], object],
-        then: Callable[[FramePlaces | None, str], None],
-    ) -> None:
-        """Finds frames in memory of a checkpoint that the store has, too. `manifest`: of its record. Lost ranks are
-        rebuilt, as far as possible. Ranks not rebuilt in time, or that do not fit in memory, are read from the store.
-        `leave`: by node, bytes that the job needs, see Rebuild. `moves`: returns a new value after any progress."""
-        start(self._collect_part(identity, manifest, leave, later, moves), then, self._guard)
-
-    async def _collect_part(
+    async def collect_part(
         self,
         identity: Identity,
         manifest: Manifest,
@@ -96,27 +77,25 @@ class CheckpointCollector:
         later: CallLater,
         moves: Callable[[], object],
     ) -> FramePlaces:
+        """Finds frames in memory of a checkpoint that the store has, too. `manifest`: of its record. Lost ranks are
+        rebuilt, as far as possible. Ranks not rebuilt in time, or that do not fit in memory, are read from the store.
+        `leave`: by node, bytes that the job needs, see Rebuild. `moves`: returns a new value after any progress.
+        Errors: CkptError."""
         sizes = self._inventory.rebuildable_ranks(identity)
         if sizes and identity not in self._inventory.unusable_checkpoints:  # Else rebuilds were tried already.
             most_bytes = max(max(sizes.values()), sum(sizes.values()) // max(1, len(self._nodes)))
             looks = int(most_bytes / REBUILD_BYTES_S_MIN / CHECK_S)
             try:
-                await race(self._rebuild(identity, sizes, leave), _stall(moves, later, looks))
+                await race(self.rebuild(identity, sizes, leave), _stall(moves, later, looks))
             except CkptError as exc:
                 log.warning("%s is read from the store in part: %s", identity, exc)
         holders = {rank: names for rank, names in self._inventory.holders_by_rank(identity).items() if names}
         services, arenas = (self._network, self._workers), self._arenas_of(identity)
         return await match_part(*services, identity, manifest, holders, arenas, later)
 
-    def rebuild(
-        self, identity: Identity, ranks: Collection[int], leave: Mapping[str, int], then: Callable[[str], None]
-    ) -> None:
-        """Has these ranks' snapshots rebuilt, which no node holds. `leave`: see `collect_part`. `then` hears "", or why
-        some failed, after the inventory was updated."""
-        start(self._rebuild(identity, ranks, leave), lambda _, error: then(error), self._guard)
-
-    async def _rebuild(self, identity: Identity, ranks: Collection[int], leave: Mapping[str, int]) -> None:
-        """Errors: AgentError if some rank could not be rebuilt. The others are in the inventory then, too."""
+    async def rebuild(self, identity: Identity, ranks: Collection[int], leave: Mapping[str, int]) -> None:
+        """Has these ranks' snapshots rebuilt, which no node holds, and adds them to the inventory. `leave`: see
+        `collect_part`. Errors: AgentError if one could not be rebuilt; the others are in the inventory then, too."""
         inventory, me = self._inventory, self._me
         holders = {rank: [name or me for name in names] for rank, names in inventory.holders_by_rank(identity).items()}
         unfit = {rank: [name or me for name in inventory.damaged_holders.get((identity, rank), ())] for rank in ranks}

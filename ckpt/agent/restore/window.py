@@ -45,7 +45,6 @@ class Window:
 
     @property
     def free_count(self) -> int:
-        """The number of free cells."""
         with self._condition:
             return 0 if self._closed else len(self._free_cells)
 
@@ -83,7 +82,6 @@ class Window:
             self.free_if_unread(offset)
 
     def end_all_reads(self, receiver: object) -> None:
-        """Ends all reads of a rank."""
         for frame in [frame for frame, who in self._offsets_by_read if who == id(receiver)]:
             self.end_read(frame, receiver)
 

@@ -15,6 +15,7 @@ from ckpt.agent.replication import rereplicate
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.rereplicate import Rereplication, retry_delay_s
+from ckpt.agent.runtime.coroutines import Promise
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.described import describe_snapshots, encode_described
 from ckpt.agent.snapshots.inventory import Inventory
@@ -39,7 +40,7 @@ class Made:
         self.nodes = list("abcd")
         self.said: list[bool] = []  # whether it is safe
         self.waits: list[float] = []
-        self.rebuilding: list[Callable[[str], None]] = []
+        self.rebuilding: list[Promise[None]] = []
         self.arenas = staged(WHICH, 1)
         self.sent = encode_described(describe_snapshots(WHICH, self.arenas))
         network = cast(PeerNetwork, self.net)
@@ -51,12 +52,16 @@ class Made:
             *(network, copies, service, WHICH),
             nodes=lambda: [NodeAt(name, (), (number,)) for number, name in enumerate(self.nodes)],
             own=Inventory,
-            rebuild=lambda held, then: self.rebuilding.append(then),
+            rebuild=self.rebuild,
             guard=lambda what: what(),
             later=lambda delay_s, what: self.waits.append(delay_s),
             emit=lambda name, text, loud, data: self.events.append((name, data)),
             report=self.said.append,
         )
+
+    async def rebuild(self, held: Inventory) -> None:
+        self.rebuilding.append(Promise())
+        await self.rebuilding[-1]
 
     def begin(self, copies: int = 1, lends: Mapping[str, int] = PLENTY) -> None:
         assert self.job.is_due
@@ -229,7 +234,7 @@ def test_what_only_parity_has_is_rebuilt_first_and_again_where_that_fails(made: 
     for error in ("there is no memory", ""):
         assert job.tend() == []
         assert not job.job.is_due
-        job.rebuilding.pop()(error)
+        job.rebuilding.pop().set_outcome(None, error)
         assert (job.job.is_due, job.said) == (True, [])
     job.holders = {"c"}
     job.tend(2)
