@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,7 +21,7 @@ from ckpt.types import Identity
 from tests.agent.nodes.fleet import Fleet
 from tests.agent.nodes.staged import EPOCH, identity
 
-SCHEDULES = max(1, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 40)
+SCHEDULES = max(1, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 20)
 GENERATIONS = 6
 TOTALS = ("came_back", "made_again", "copied", "failed", "emptied", "found", "unsafe", "surveyed")
 SHAPES: tuple[tuple[Parity | Replicas, dict[str, list[int]]], ...] = (
@@ -86,24 +87,32 @@ class Schedule:
             self.safe, self.hit = which, self.hit - before  # what was struck meanwhile may have had it
             self.bears = min(kept.losses_max for kept in self.fleet.placed(which).protected_states)
 
-    def inventory(self) -> Inventory:
-        """What the nodes that are left say together."""
+    def inventory(self, names: Sequence[str]) -> Inventory:
+        """What these nodes say together."""
         held = Inventory()
-        for name in self.left():
+        for name in names:
             held.merge(self.fleet.keeps(name), name)
         return held
 
     def survey(self, step: int) -> None:
-        """A start asks what lies here, and comes to nothing. Until then nothing goes of it, whatever is copied."""
-        told = self.inventory()
-        for name in self.left():
-            self.fleet.leases[name].take_lease("start", EPOCH)
-        self.fleet.midst = []
+        """A start asks all nodes what lies here, or the coordinator while something is on its way to others. It comes
+        to nothing; until then nothing goes of what it was told."""
+        names = self.random.choice((self.left(), [self.fleet.me]))
+        told: list[Inventory] = []
+
+        def ask() -> None:
+            for name in names:
+                self.fleet.leases[name].take_lease("start", EPOCH)
+            told.append(self.inventory(names))
+
+        self.fleet.midst = [ask]
+        if len(names) > 1:
+            self.fleet.midst.pop()()
         assert "asked what lies here" in self.fleet.protect(identity(step), self.safe)
-        now = self.inventory()
-        assert all(set(now.holders[key]) >= set(names) for key, names in told.holders.items())
-        assert all(now.parity_holders[which] == each for which, each in told.parity_holders.items())
-        for name in self.left():
+        now = self.inventory(names)
+        assert all(set(now.holders[key]) >= set(held) for key, held in told[0].holders.items())
+        assert all(now.parity_holders[which] == each for which, each in told[0].parity_holders.items())
+        for name in names:
             self.fleet.leases[name].end_lease("start")
         self.surveyed += 1
 
@@ -111,7 +120,7 @@ class Schedule:
         """What a start finds on the nodes that are left."""
         if self.safe is None or len(self.hit) > self.bears:
             return
-        held = self.inventory()
+        held = self.inventory(self.left())
         complete = held.complete_checkpoints()
         assert complete, f"{self.safe} was safe, {self.hit} are hit, and nothing is left"
         newest = complete[-1]
