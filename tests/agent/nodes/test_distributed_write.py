@@ -214,6 +214,16 @@ def test_who_had_no_copy_yet_of_a_slow_nodes_part_is_asked_again_once_that_node_
     assert nodes.outcome(1) == "k1"
 
 
+def test_who_writes_a_slow_nodes_part_is_waited_for_where_that_node_fails() -> None:
+    nodes = Writers(2, copies=2)
+    nodes.writes("")
+    nodes.move(MARGIN_S + 1)
+    nodes.writes("n1", "gone")
+    assert nodes.names() == ["", "n1", "k1"]
+    nodes.writes("k1", "full")
+    assert nodes.names() == ["", "n1", "k1", "l1"]
+
+
 def test_an_own_part_of_which_nobody_has_a_copy_goes_on_however_slow() -> None:
     nodes = Writers(2, copies=0)
     nodes.writes("n1")
