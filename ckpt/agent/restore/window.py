@@ -87,7 +87,7 @@ class Window:
 
     def free_if_unread(self, offset: int) -> None:
         """Frees a filled cell unless a rank reads it."""
-        if not self._read_counts[offset] and not self._closed:
+        if not self._read_counts[offset]:
             self.release(offset)
             self._on_freed()
 

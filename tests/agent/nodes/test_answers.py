@@ -15,7 +15,7 @@ from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Assignment, replicate
 from ckpt.agent.restore.manifest_request import gather_manifest
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.coroutines import spawn, start
+from ckpt.agent.runtime.coroutines import Task, spawn, start
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
 from ckpt.agent.snapshots.memory_checkpoint import StagedReader
@@ -204,6 +204,17 @@ def test_a_checkpoint_of_which_a_node_says_nonsense_is_not_had_from_there(
             places_serve(found)
     assert gather(lambda asked: asked.answer({"sizes": right[1]}))[1]
     assert "gone" in gather(lambda asked: asked.refuse("gone"))[1]
+
+
+def test_a_snapshot_that_has_changed_since_it_was_staged_is_had_from_the_next_holder(
+    turned: Turned, arenas: dict[int, Arena]
+) -> None:
+    arenas[0].data(0, 8)[:] = b"\xff" * 8
+    net = Net()
+    gathering = Task(gather_manifest(cast(PeerNetwork, net), turned.workers, STEP, {0: ["", "b"], 1: [""]}, arenas))
+    turned.until(lambda: net.asked)
+    assert [(asked.name, asked.fields["ranks"], asked.fields["sealed"]) for asked in net.asked] == [("b", [0], False)]
+    gathering.cancel()
 
 
 def places_serve(found: GatheredManifest) -> None:
