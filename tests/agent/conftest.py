@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.agent.nodes.staged import Turned
+from ckpt.ipc.arena import Arena
+from tests.agent.nodes.staged import Turned, staged
+
+
+@pytest.fixture
+def make_staged() -> Iterator[Callable[..., dict[int, Arena]]]:
+    """As `staged`; the arenas are closed after the test."""
+    made: list[Arena] = []
+
+    def make(*given: object, **more: object) -> dict[int, Arena]:
+        arenas = staged(*given, **more)  # type: ignore[arg-type]
+        made.extend(arenas.values())
+        return arenas
+
+    yield make
+    for arena in made:
+        arena.close()
 
 
 @pytest.fixture

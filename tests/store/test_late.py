@@ -202,7 +202,7 @@ def test_a_pack_that_a_rank_does_not_see_in_a_folder_is_waited_for(
     )
     rank = reading(loop, wrong=[0])
     loop.restore.request(rank, [0])
-    loop.run(lambda: rank.outcome is not None)
+    loop.ended(rank)
     assert rank.listed
     assert rank.outcome.get("kind") == kind
 

@@ -70,7 +70,6 @@ class Claims:
         self._claims_by_epoch.pop(epoch, None)
 
     def record_commit(self, epoch: Epoch) -> None:
-        """The epoch has committed."""
         self._uncommitted_epochs.discard(epoch)
 
     def refuse(self, epoch: Epoch, why: str) -> None:

@@ -48,14 +48,13 @@ OnWritten = Callable[["Written | None", str], None]
 RequestWrite = Callable[[str, WriteRequest, threading.Event, OnWritten], None]
 
 
-def overdue_s(written: Sequence[tuple[float, int]], nbytes: int, margin_s: float) -> float | None:
-    """Seconds after the common beginning from which a part of `nbytes` is overdue; None: unknown yet. `written`:
-    (seconds, bytes) of each part that is written.
+def overdue_s(written: Sequence[tuple[float, int]], nbytes: int, margin_s: float) -> float:
+    """Seconds after the common beginning from which a part of `nbytes` is overdue. `written`: (seconds, bytes) of each
+    part that is written; at least one, and none without bytes.
 
     A part with more bytes than a written one may take longer in proportion. A smaller part gets no shorter time, since
     a part takes time beyond that for its bytes."""
-    scaled = [seconds * max(1.0, nbytes / size) for seconds, size in written if size]
-    return SLOWDOWN_MAX * max(scaled) + margin_s if scaled else None
+    return SLOWDOWN_MAX * max(seconds * max(1.0, nbytes / size) for seconds, size in written) + margin_s
 
 
 def write_part(
@@ -123,8 +122,7 @@ class DistributedWrite:
         self._began_s = 0.0
         self._parts: list[_Part] = []
         self._is_over = False
-        # (seconds, bytes) of the two written parts that decide when others are overdue.
-        self._slowest_written: list[tuple[float, int]] = []
+        self._written: list[tuple[float, int]] = []  # (seconds, bytes) of the parts that are written
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
         """The futures of all parts that cover `todo`. Called on the committing thread."""
@@ -212,19 +210,17 @@ class DistributedWrite:
         return [name for name in self._find_holders(part.owner) if name not in part.pending_nodes]
 
     def _record_written(self, nbytes: int) -> None:
-        """Records a written part of `nbytes`. Only two written parts matter to `overdue_s`: the slowest, and the
-        slowest per byte. Later parts make none overdue earlier, so the first one sets all timers."""
+        """Records a part that is written. Later ones make none overdue earlier, so the first one sets all timers."""
         if not nbytes:
             return
-        before, written = self._slowest_written, [*self._slowest_written, (self._elapsed_s, nbytes)]
-        self._slowest_written = [max(written), max(written, key=lambda each: each[0] / each[1])]
-        for part in self._parts if not before else ():
+        self._written.append((self._elapsed_s, nbytes))
+        for part in self._parts if len(self._written) == 1 else ():
             self._check_overdue(part)
 
     def _check_overdue(self, part: _Part) -> None:
-        due_s = overdue_s(self._slowest_written, part.nbytes, self._margin_s)
-        if self._is_over or part.future.done() or part.error or due_s is None:
+        if self._is_over or part.future.done() or part.error:
             return
+        due_s = overdue_s(self._written, part.nbytes, self._margin_s)
         if (left_s := due_s - self._elapsed_s) > 0:
             self._call_later(left_s, lambda: self._check_overdue(part))
             return

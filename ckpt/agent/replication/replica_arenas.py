@@ -70,7 +70,6 @@ class KeptReplicas:
         return [chunk for name, chunk in self.chunks_by_name.items() if name.identity == identity]
 
     def pop(self, name: ReplicaName) -> Arena:
-        """Removes a replica, and returns its arena."""
         if isinstance(name, ParityChunkName):
             return self.chunks_by_name.pop(name).arena
         return self.arenas_by_key.pop(name)

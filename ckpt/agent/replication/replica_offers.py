@@ -41,7 +41,6 @@ class ReplicaOffers:
 
     @property
     def readers(self) -> set[str]:
-        """The readers of all offers."""
         return set[str]().union(*self._readers_by_offer.values())
 
     def is_offered(self, identity: Identity) -> bool:
@@ -100,6 +99,5 @@ class ReplicaOffers:
             self._urgent_offers.discard(name)
 
     def end_all(self, goes: Callable[[Identity], bool]) -> None:
-        """Ends the offers of these checkpoints."""
         for name in [name for name in self._readers_by_offer if goes(_identity_of(name))]:
             self.end(name)

@@ -250,7 +250,6 @@ class ReplicaStore:
             self.kept.arenas_by_key[key] = arena
 
     def inventory(self) -> Inventory:
-        """The inventory of the replicas."""
         found = Inventory(announced_replicated=self.announced_replicated)
         found.add_arenas(self.kept.arenas_by_key.values())
         found.add_chunks(self.kept.chunks_by_name.values())

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from ckpt.agent.net.peer_network import PeerNetwork, answered
 from ckpt.agent.runtime.coroutines import gather, run_on
 from ckpt.agent.runtime.workers import Lane, Workers, error_text
-from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest, hash_parts, read_sealed_parts
+from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest, read_parts
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart, assemble_checkpoint
 from ckpt.agent.snapshots.remote_share import decode_parts
 from ckpt.errors import AgentError
@@ -86,9 +86,8 @@ class ManifestRequest:
             await self._ask_next_holders(ranks, error)
 
     async def _read_here(self, ranks: Sequence[int]) -> list[StagedPart]:
-        arenas = {rank: self.arenas[rank] for rank in ranks}
-        read = read_sealed_parts if self._is_partial else hash_parts
-        return await run_on(self._workers, Lane.FRONT, lambda: read(self._identity, self._world, arenas))
+        about = self._identity, self._world, {rank: self.arenas[rank] for rank in ranks}, self._is_partial
+        return (await run_on(self._workers, Lane.FRONT, lambda: read_parts(*about)))[0]
 
     async def _ask_node(self, name: str, ranks: Sequence[int]) -> list[StagedPart]:
         if self._network is None:

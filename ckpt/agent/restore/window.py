@@ -45,7 +45,6 @@ class Window:
 
     @property
     def free_count(self) -> int:
-        """The number of free cells."""
         with self._condition:
             return 0 if self._closed else len(self._free_cells)
 
@@ -83,13 +82,12 @@ class Window:
             self.free_if_unread(offset)
 
     def end_all_reads(self, receiver: object) -> None:
-        """Ends all reads of a rank."""
         for frame in [frame for frame, who in self._offsets_by_read if who == id(receiver)]:
             self.end_read(frame, receiver)
 
     def free_if_unread(self, offset: int) -> None:
         """Frees a filled cell unless a rank reads it."""
-        if not self._read_counts[offset] and not self._closed:
+        if not self._read_counts[offset]:
             self.release(offset)
             self._on_freed()
 

@@ -37,12 +37,10 @@ class AllShares:
 
     @property
     def local_rank_count(self) -> int:
-        """The number of this node's ranks."""
         return self.world - len(self._remote_by_rank)
 
     @property
     def remote_ranks(self) -> dict[str, frozenset[int]]:
-        """The ranks of the other nodes, by agent name."""
         return {name: each.ranks for name, each in self.remote_shares.items()}
 
     @property
@@ -81,7 +79,6 @@ class AllShares:
         return iter([*self.remote_shares.values(), self.local_share])
 
     def share_of(self, rank: int) -> Share:
-        """The share of the rank's node."""
         return self._shares[self.node_of(rank)]
 
     def plan_memory(
@@ -156,7 +153,6 @@ class AllShares:
         return {self._agent_names[name]: sum(part.values()) for name, part in self._split_by_node(sizes).items()}
 
     def _split_by_node(self, sizes: Mapping[int, int]) -> dict[str, dict[int, int]]:
-        """Bytes by rank, split by node."""
         found: dict[str, dict[int, int]] = {name: {} for name in self._shares}
         for rank, size in sizes.items():
             found[self.node_of(rank)][rank] = size

@@ -100,7 +100,6 @@ class ParityChunkName:
 
     @property
     def transfer_name(self) -> str:
-        """The name of the transfer that offers this chunk."""
         about = msgpack.packb([int(self.row), self.stripe.length, self.stripe.source_rows()])
         return f"parity/{self.identity}/{hashlib.blake2b(about, digest_size=16).hexdigest()}"
 

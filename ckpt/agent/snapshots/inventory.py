@@ -96,7 +96,6 @@ class Inventory:
                 self._add_parity(identity, other.world_sizes[identity], striped, rows, sizes, node)
 
     def add_local_snapshots(self, identity: Identity, world: int, ranks: Iterable[int]) -> None:
-        """Adds snapshots of these ranks on this node."""
         for rank in ranks:
             self._add_snapshot((identity, rank), world, "")
 
@@ -109,7 +108,6 @@ class Inventory:
             self.arena_bytes[key] = max(size, self.arena_bytes.get(key, 0))
 
     def add_chunks(self, chunks: Iterable[ParityChunk]) -> None:
-        """Adds parity chunks on this node."""
         for chunk in chunks:
             name = chunk.name
             sizes = {rank: each.staged_bytes for rank, each in chunk.snapshots.items()}
@@ -135,7 +133,6 @@ class Inventory:
                 self.snapshot_bytes.setdefault((identity, rank), size)
 
     def missing_ranks(self, identity: Identity) -> list[int]:
-        """The ranks whose snapshots no node holds."""
         return [rank for rank in range(self.world_sizes[identity]) if not self.holders.get((identity, rank))]
 
     def complete_checkpoints(self) -> list[Identity]:
@@ -184,7 +181,6 @@ class Inventory:
         self.damaged_holders.setdefault((identity, rank), set()).update(self.holders.pop((identity, rank), []))
 
     def add_rebuilt(self, identity: Identity, rank: int, node: str) -> None:
-        """Adds a snapshot that was rebuilt on `node`."""
         self._add_snapshot((identity, rank), self.world_sizes[identity], node)
 
     def epochs_in_memory(self) -> list[MemoryEpoch]:
@@ -288,7 +284,6 @@ def _claim_fields(claim: Claim | None) -> dict[str, Any] | None:
 
 
 def ancestor_fields(claim: Claim) -> list[list[str | None]]:
-    """An epoch's ancestors as message fields."""
     return [[str(each.epoch), str(each.parent) if each.parent else None] for each in claim.ancestors]
 
 

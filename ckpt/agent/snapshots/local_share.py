@@ -84,7 +84,6 @@ class LocalShare:
         self.control_page.announce(slot, word)
 
     def clear_appointments(self) -> None:
-        """Withdraws the appointments of all slots."""
         for slot in range(SLOTS_MAX):
             self.control_page.announce(slot, None)
 

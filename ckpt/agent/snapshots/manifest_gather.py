@@ -97,26 +97,21 @@ class GatheredManifest:
         return len(self.checkpoint.arenas) == len(self.places.holders)
 
 
-def hash_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
-    """Describes these arenas by hashing them again; the hashes must match those in the arenas. Runs on a worker thread.
-    Errors: DamagedData."""
-    return StagedReader().read(identity, world, arenas, keep_hashes=False)
-
-
-def read_sealed_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[StagedPart]:
-    """Describes these arenas by the hashes in them, unverified. Runs on a worker thread. Errors: DamagedData."""
-    return StagedReader().read_sealed(identity, world, arenas)
-
-
-def encode_local_parts(identity: Identity, world: int, arenas: Mapping[int, Arena], sealed: bool = False) -> bytes:
-    """As `hash_parts`, or `read_sealed_parts` if `sealed`, encoded for another node. Errors: DamagedData."""
+def read_parts(
+    identity: Identity, world: int, arenas: Mapping[int, Arena], sealed: bool
+) -> tuple[list[StagedPart], StagedReader]:
+    """Describes these arenas: by the hashes in them, unverified, if `sealed`; else by hashing them again, and the
+    hashes must match those in the arenas. Runs on a worker thread. Errors: DamagedData."""
     reader = StagedReader()
-    told = (
-        reader.read_sealed(identity, world, arenas)
-        if sealed
-        else reader.read(identity, world, arenas, keep_hashes=False)
-    )
-    return encode_parts(told, {}, reader.encoded_declarations())
+    if sealed:
+        return reader.read_sealed(identity, world, arenas), reader
+    return reader.read(identity, world, arenas, keep_hashes=False), reader
+
+
+def encode_local_parts(identity: Identity, world: int, arenas: Mapping[int, Arena], sealed: bool) -> bytes:
+    """As `read_parts`, encoded for another node. Errors: DamagedData."""
+    parts, reader = read_parts(identity, world, arenas, sealed)
+    return encode_parts(parts, {}, reader.encoded_declarations())
 
 
 def place_frames(manifest: Manifest, frames: npt.ArrayLike, offsets: npt.ArrayLike, room_bytes: int) -> Frames:

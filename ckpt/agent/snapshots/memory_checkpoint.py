@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,27 +58,17 @@ class MemoryCheckpoint:
         return arena.part((int(self.offsets[number]), int(self.lengths[number])))
 
 
-class Memory(Protocol):
-    """The part of a checkpoint in this node's memory: arenas by rank, and for each frame its rank and its offset in
-    that rank's arena, in bytes of the memfd."""
-
-    @property
-    def arenas(self) -> Mapping[int, Arena]: ...
-
-    @property
-    def ranks(self) -> npt.NDArray[np.int64]: ...
-
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class LocalMemory:
-    """The plain implementation of `Memory`."""
+    """The part of a checkpoint in this node's memory: arenas by rank, and for each frame its rank and its offset in
+    that rank's arena, in bytes of the memfd."""
 
     arenas: Mapping[int, Arena]
     ranks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
+
+
+Memory = LocalMemory | MemoryCheckpoint
 
 
 class StagedReader:

@@ -85,6 +85,13 @@ class Saver:
         done = self.side.commit(self.claim, complete(self.claim.epoch, step), JobOptions(codec="raw"), {})
         return done.referred_bytes
 
+    def fail(self, step: int) -> None:
+        """Its record is not put."""
+        self.store.fault = lambda operation, key: Fault.FAIL if key.startswith(keys.COMMITS) else None
+        with pytest.raises(SaveFailed):
+            self.save(step)
+        self.store.fault = lambda operation, key: None
+
 
 @pytest.fixture
 def store() -> Store:
@@ -119,10 +126,7 @@ def test_a_record_that_landed_although_its_commit_failed_is_what_the_next_one_re
 
 def test_after_a_failed_commit_what_has_been_retired_is_referred_to_no_more(store: Store, saver: Saver) -> None:
     saver.save(100)
-    store.fault = lambda operation, key: Fault.FAIL if key.startswith(keys.COMMITS) else None
-    with pytest.raises(SaveFailed):
-        saver.save(200)
-    store.fault = lambda operation, key: None
+    saver.fail(200)
     store.put(keys.retired_key(Identity(saver.claim.epoch, Version(100))), [b"{}"])
     assert saver.save(300) == 0
     assert saver.save(400) == FROZEN_BYTES
@@ -130,10 +134,7 @@ def test_after_a_failed_commit_what_has_been_retired_is_referred_to_no_more(stor
 
 def test_a_failed_commit_costs_no_full_one_where_what_it_referred_to_is_still_there(store: Store, saver: Saver) -> None:
     saver.save(100)
-    store.fault = lambda operation, key: Fault.FAIL if key.startswith(keys.COMMITS) else None
-    with pytest.raises(SaveFailed):
-        saver.save(200)
-    store.fault = lambda operation, key: None
+    saver.fail(200)
     assert saver.save(300) == FROZEN_BYTES
 
 

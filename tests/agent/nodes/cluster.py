@@ -30,7 +30,6 @@ from tests.agent.fake import OPTIONS, FakeRank
 
 COPIED = {**OPTIONS, "policy": {"steps": None, "seconds": 0.001}, "peers": {"replicas": 1}}
 LEVELS = ("local", "peer", "store")
-HASHES_AT = 2048  # in an arena's header page, where it is said what they are
 BOUND_S = 60.0
 
 # What of a node's address the others are told: where they find it.

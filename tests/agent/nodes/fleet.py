@@ -1,5 +1,5 @@
-"""Nodes that keep parity for each other within one process: the agents' own parts, and between them a network and a
-transport that carry what the test lets them."""
+"""Nodes that keep copies or parity for each other within one process: the agents' own parts, and between them a network
+and a transport that carry what the test lets them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import msgpack
 
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.transport import WRONG_MAX, Frames
+from ckpt.agent.node.inventory_lease import InventoryLease
 from ckpt.agent.replication.rebuild import Rebuild
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.replicate import assign_parity, replicate
-from ckpt.agent.replication.replication_manager import ReplicationManager
+from ckpt.agent.replication.replicate import Assignment, assign_parity, replicate
 from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated
 from ckpt.agent.runtime.coroutines import Task, spawn
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import encode_local_parts
+from ckpt.agent.state.job_facts import JobFacts
+from ckpt.agent.state.replica_state import ReplicaState
+from ckpt.agent.state.slots import AttemptTimes, SaveAttempt, SaveReason
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
 from ckpt.ipc.addresses import Address
@@ -27,9 +30,8 @@ from ckpt.ipc.arena import Arena
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.groups import PlacementNode
-from ckpt.placement.placement import Parity, Placement, place
-from ckpt.types import Identity
-from tests.agent.nodes.copying import Copying
+from ckpt.placement.placement import Parity, Placement, Replicas, place
+from ckpt.types import OWN_NODE, Identity
 from tests.agent.nodes.staged import Turned, staged
 
 
@@ -62,24 +64,29 @@ class Link:
         name: str,
         target: memoryview,
         frames: Frames,
-        urgent: bool,
-        numbers: Sequence[int],
-    ) -> Any:
+        landed: Callable[[int], None] = lambda number: None,
+        urgent: bool = False,
+        numbers: Sequence[int] | None = None,
+    ) -> Fetched:
         self._fleet.moved.append((name, urgent))
         done: Future[None] = Future()
-        self._fleet.wanted.add(peer)
+        if name in self._fleet.unending:
+            return Fetched(done)
         given = self._fleet.links[peer].offers.get(name) if peer not in self._fleet.gone else None
-        if given is None:
+        if given is None or name in self._fleet.broken:
             done.set_exception(AgentError(f"agent {peer} does not offer {name}"))
             return Fetched(done)
         source, theirs = given
-        for (at, length), number, value in zip(frames.byte_ranges(), numbers, frames.hashes.tolist(), strict=True):
-            offset, there = theirs.byte_ranges()[number]
+        every, places = frames.byte_ranges(), theirs.byte_ranges()
+        order = range(len(every)) if numbers is None else numbers
+        for number, (at, length), value in zip(order, every, frames.hashes.tolist(), strict=True):
+            offset, there = places[number]
             assert there == length
             target[at : at + length] = source[offset : offset + length]
             if list(frame_hash(target[at : at + length])) != value:
                 done.set_exception(DamagedData(f"frame {number} of {name} arrived {WRONG_MAX} times with another hash"))
                 return Fetched(done)
+            landed(number)
         done.set_result(None)
         return Fetched(done)
 
@@ -99,7 +106,6 @@ class Link:
             self._fleet.said.append((fields, blobs))
             if fields["t"] == "replicate" and self._fleet.midst:
                 self._fleet.midst.pop(0)()
-            self._fleet.wanted.add(name)
             if name in self._fleet.stuck and fields["t"] == "rebuild":
                 return
             if fields["t"] == "describe-snapshots":
@@ -136,37 +142,69 @@ class Fetched:
     def __init__(self, done: Future[None]) -> None:
         self.completion = done
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        if not self.completion.done():
+            self.completion.set_exception(AgentError("called off"))
+
+
+class Copying:
+    """The word of the coordinator's state machine on one checkpoint after the other: what ends well there is safe."""
+
+    def __init__(self) -> None:
+        self._facts = JobFacts(1)
+        self._replicas = ReplicaState(self._facts)
+
+    def begin(self, identity: Identity) -> None:
+        times = AttemptTimes(0.0)
+        attempt = self._facts.slots[0].attempt = SaveAttempt(1, 0, SaveReason.STEP, identity.version, "", times)
+        self._replicas.begin_replication(attempt)
+
+    def lost(self) -> None:
+        """An agent is not connected any more."""
+        self._replicas.record_lost_holder("b", self._replicas.peer_versions)
+
+    def ended(self, error: str) -> str:
+        """Why it is not safe; "": it is."""
+        return self._replicas.record_replication(0, error, 0.0)
 
 
 class Fleet:
     """`ranks`: of each node, by its name, the coordinator's first. `gone`: nodes that are lost. `deaf`: nodes that do
-    not hear what is safe. `stuck`: nodes that make nothing again, and do not say so. `midst`: what happens each time
-    that another node is asked to keep parity."""
+    not hear what is safe. `stuck`: nodes that make nothing again, and do not say so. `broken`, `unending`: offers of
+    which nothing comes, with or without an error. `midst`: what happens each time that another node is asked to keep
+    something."""
 
-    def __init__(self, ranks: Mapping[str, Sequence[int]], option: Parity) -> None:
+    def __init__(self, ranks: Mapping[str, Sequence[int]], option: Parity | Replicas) -> None:
         self.turned = Turned()
         self.copying = Copying()  # the coordinator's word on what is made
         self.said: list[tuple[dict[str, Any], Sequence[bytes]]] = []  # by nodes to others
         self.moved: list[tuple[str, bool]] = []  # what was offered and fetched, and whether a start waits for it
-        self.wanted: set[str] = set()  # nodes that were asked for something, or read from
         self.ranks, self.option = ranks, option
         self.world = sum(map(len, ranks.values()))
         self.nodes = [NodeAt(name, (Address("h", 1),), tuple(held)) for name, held in ranks.items()]
         self.gone: set[str] = set()
         self.deaf: set[str] = set()
         self.stuck: set[str] = set()
+        self.broken: set[str] = set()
+        self.unending: set[str] = set()
         self.free_bytes: Callable[[str], int] = lambda name: 1 << 40  # what that node's machine has left
         self.midst: list[Callable[[], None]] = []
         self.arenas: dict[Identity, dict[int, Arena]] = {}  # all originals
         self.links = {name: Link(self, name) for name in ranks}
-        self.copies = {name: ReplicaStore(self.turned.workers, self.turned.post) for name in ranks}
-        self.parities = {name: self._parities(name) for name in ranks}
+        self.leases: dict[str, InventoryLease] = {}
+        self.copies: dict[str, ReplicaStore] = {}
+        self.parities: dict[str, ReplicaService] = {}
+        for name in ranks:
+            self._begin(name)
 
-    def _parities(self, name: str) -> ReplicaService:
+    def _begin(self, name: str) -> None:
+        """That node has an agent that keeps nothing yet."""
+        lease = self.leases[name] = InventoryLease({}.__setitem__)
         network, held = cast(PeerNetwork, self.links[name]), lambda identity: self.held(name, identity)
+        self.copies[name] = ReplicaStore(self.turned.workers, self.turned.post)
+        self.copies[name].check_eviction = lambda epoch: lease.check(OWN_NODE, epoch)
         services = self.turned.workers, self.turned.post, self.copies[name], held, lambda: network
-        return ReplicaService(*services, lambda: self.free_bytes(name))
+        self.parities[name] = ReplicaService(*services, lambda: self.free_bytes(name))
 
     def held(self, name: str, identity: Identity) -> dict[int, Arena]:
         """What that node has of it, by rank."""
@@ -185,11 +223,16 @@ class Fleet:
         spoil: Callable[[], None] | None = None,
         needed: Mapping[str, Sequence[int]] | None = None,
     ) -> str:
-        """Why it is not safe by parity that is made of it; "": it is. `spoil`: what goes wrong once all is staged.
+        """Why it is not safe by what is made of it; "": it is. `spoil`: what goes wrong once all is staged.
         `needed`: as of Replication."""
         if identity not in self.arenas:
             self.arenas[identity] = staged(identity, self.world)
-        groups = self.placed(identity).groups
+        placed = self.placed(identity)
+        if isinstance(self.option, Parity):
+            wanted = assign_parity(placed.groups, self.ranks)
+        else:
+            pairs = ((each.node, holder) for each in placed.protected_states for holder in each.holders)
+            wanted = [Assignment(holder, {node: self.ranks[node]}) for node, holder in pairs]
         self.copying.begin(identity)
         if spoil is not None:
             spoil()
@@ -200,7 +243,7 @@ class Fleet:
             return not heard[0]
 
         services = cast(PeerNetwork, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes
-        spawn(replicate(*services, identity, assign_parity(groups, self.ranks), then, safe, needed))
+        spawn(replicate(*services, identity, wanted, then, safe, needed))
         self.turned.until(lambda: heard)
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
         return heard[0]
@@ -215,8 +258,7 @@ class Fleet:
         """Its agent died, and is there again: it has what its ranks staged, and nothing of what it kept for others."""
         self.copies[name].close()
         self.links[name] = Link(self, name)
-        self.copies[name] = ReplicaStore(self.turned.workers, self.turned.post)
-        self.parities[name] = self._parities(name)
+        self._begin(name)
 
     def keeps(self, name: str) -> Inventory:
         held = self.copies[name].inventory()
@@ -233,18 +275,6 @@ class Fleet:
         finding = Task(find_replicated(network, self.nodes, self.keeps(self.me), identity.epoch, needs))
         self.turned.until(lambda: finding.is_settled)
         return finding.result()
-
-    def replication_manager(self, identity: Identity) -> ReplicationManager:
-        """The coordinator's, which has had it protected."""
-        made = ReplicationManager(
-            cast(PeerNetwork, self.links[self.me]),
-            self.copies[self.me],
-            self.parities[self.me],
-            self.nodes,
-            self.option,
-        )
-        made._placements_used[identity] = self.placed(identity)
-        return made
 
     def rebuild(
         self, identity: Identity, missing: Sequence[int] | None = None, urgent: bool = False
@@ -267,8 +297,14 @@ class Fleet:
         return made, Task(made.run())
 
     def kept(self, name: str) -> set[int]:
-        """The steps of which that node keeps parity."""
-        return {each.identity.version.step for each in self.copies[name].kept.chunks_by_name}
+        """The steps of which that node keeps something."""
+        return {each.version.step for each in self.copies[name].kept.identities}
+
+    def forget_rebuilt(self) -> None:
+        """What was made again is gone."""
+        for copies in self.copies.values():
+            while copies.kept.arenas_by_key:
+                copies.kept.arenas_by_key.popitem()[1].close()
 
     def check(self, identity: Identity, made: Mapping[int, str]) -> None:
         """What was made is what was lost, bit for bit."""

@@ -31,6 +31,9 @@ def identity(step: int) -> Identity:
     return Identity(EPOCH, Version(step))
 
 
+MakeStaged = Callable[..., dict[int, Arena]]
+
+
 def staged(which: Identity, world: int, hashed: bool = True) -> dict[int, Arena]:
     """By rank. The one tensor is divided among the ranks by rows, and holds the step."""
     rows = ROWS // world

@@ -15,7 +15,7 @@ from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Assignment, replicate
 from ckpt.agent.restore.manifest_request import gather_manifest
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.coroutines import spawn, start
+from ckpt.agent.runtime.coroutines import Task, spawn, start
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
 from ckpt.agent.snapshots.memory_checkpoint import StagedReader
@@ -25,7 +25,7 @@ from ckpt.format.manifest import FRAME, PLACE
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.node_list import NodeAt
 from ckpt.store.keys import pack_key
-from tests.agent.nodes.staged import EPOCH, WRONG, Net, Turned, identity, spoiled, staged
+from tests.agent.nodes.staged import EPOCH, WRONG, MakeStaged, Net, Turned, identity, spoiled
 
 NODES = [NodeAt("a", (), (0,)), NodeAt("b", (), (1,))]
 STEP = identity(5)
@@ -40,16 +40,24 @@ def turned(arenas: dict[int, Arena]) -> Iterator[Turned]:
 
 
 @pytest.fixture
-def arenas() -> Iterator[dict[int, Arena]]:
-    made = staged(STEP, 2)
-    yield made
-    for arena in made.values():
-        arena.close()
+def arenas(make_staged: MakeStaged) -> dict[int, Arena]:
+    return make_staged(STEP, 2)
 
 
 def share() -> tuple[RemoteShare, Net]:
     net = Net()
     return RemoteShare(cast(PeerNetwork, net), "b", EPOCH, 2, [1]), net
+
+
+def asking(method: str, *given: Any, check: Callable[..., object] = lambda result, error: None) -> Callable[..., Net]:
+    """Asks a new share, in that way. `check`: hears the answer, too."""
+
+    def ask(then: Callable[..., None]) -> Net:
+        remote, net = share()
+        getattr(remote, method)(*given, lambda *found: (check(*found), then(*found)))
+        return net
+
+    return ask
 
 
 def parts_of(arenas: dict[int, Arena], *ranks: int) -> bytes:
@@ -77,17 +85,13 @@ def heard_of(answers: Iterator[Any], ask: Callable[[Callable[..., None]], Net], 
 def test_a_node_that_says_nonsense_of_its_memory_has_none() -> None:
     right = memory_plan.make_plan(1 << 20, 0, 0, None, 1 << 30).table()
 
-    def ask(then: Callable[..., None]) -> Net:
-        remote, net = share()
-        remote.plan_memory({1: 1 << 20}, 3, None, then)
-        return net
-
     def check(result: memory_plan.MemoryPlan | None, error: str) -> None:
         assert error or (result is not None and type(result.slots) is int and 0 <= result.slots <= memory_plan.SLOTS)
         assert error or result is None or result.replica_bytes_max(2) >= 0
 
     answer = lambda asked, plan: asked.answer({"plan": plan})  # noqa: E731
-    heard_of(spoiled(right), lambda then: ask(lambda *given: (check(*given), then(*given))), answer)
+    ask = asking("plan_memory", {1: 1 << 20}, 3, None, check=check)
+    heard_of(spoiled(right), ask, answer)
     assert heard_of(iter([right]), ask, answer) == 1
     assert heard_of(iter(WRONG), ask, answer) == 0
 
@@ -104,27 +108,17 @@ def test_steps_that_no_rank_can_be_in_are_refused_and_those_before_stay_known() 
 
 
 def test_a_node_that_makes_smaller_arenas_than_it_was_asked_to_has_made_none() -> None:
-    def ask(then: Callable[..., None]) -> Net:
-        remote, net = share()
-        remote.make_arenas(0, {1: 4096}, then)
-        return net
-
     def check(sizes: dict[int, int], error: str) -> None:
         assert error or (sizes.keys() == {1} and sizes[1] >= 4096)
 
     answer = lambda asked, sizes: asked.answer({"sizes": sizes})  # noqa: E731
+    ask = asking("make_arenas", 0, {1: 4096}, check=check)
     assert heard_of(iter([[[1, 4096]], [[1, 8192]]]), ask, answer) == 2
-    wrong = iter([*spoiled([[1, 4096]]), *WRONG])
-    heard_of(wrong, lambda then: ask(lambda *given: (check(*given), then(*given))), answer)
+    heard_of(iter([*spoiled([[1, 4096]]), *WRONG]), ask, answer)
 
 
 def test_what_a_node_says_of_its_ranks_is_taken_whole_or_refused(arenas: dict[int, Arena]) -> None:
-    right = parts_of(arenas, 1)
-
-    def ask(then: Callable[..., None]) -> Net:
-        remote, net = share()
-        remote.hash_snapshots(0, STEP, then)
-        return net
+    right, ask = parts_of(arenas, 1), asking("hash_snapshots", 0, STEP)
 
     def answer(asked: Any, rows: Any) -> None:
         asked.answer({}, [msgpack.packb(rows)])
@@ -144,11 +138,7 @@ def wanted() -> WriteRequest:
 
 
 def test_packs_that_a_node_says_it_wrote_are_taken_only_where_it_can_have_written_them() -> None:
-    def ask(then: Callable[..., None]) -> Net:
-        remote, net = share()
-        remote.write_frames(wanted(), lambda result, error: then(result, error))
-        return net
-
+    ask = asking("write_frames", wanted())
     places = np.zeros(2, PLACE)
     places["length"], places["offset"] = 1000, [0, 1000]
     packs = [[pack_key(STEP, "node", "w", 0), 2000]]
@@ -214,6 +204,17 @@ def test_a_checkpoint_of_which_a_node_says_nonsense_is_not_had_from_there(
             places_serve(found)
     assert gather(lambda asked: asked.answer({"sizes": right[1]}))[1]
     assert "gone" in gather(lambda asked: asked.refuse("gone"))[1]
+
+
+def test_a_snapshot_that_has_changed_since_it_was_staged_is_had_from_the_next_holder(
+    turned: Turned, arenas: dict[int, Arena]
+) -> None:
+    arenas[0].data(0, 8)[:] = b"\xff" * 8
+    net = Net()
+    gathering = Task(gather_manifest(cast(PeerNetwork, net), turned.workers, STEP, {0: ["", "b"], 1: [""]}, arenas))
+    turned.until(lambda: net.asked)
+    assert [(asked.name, asked.fields["ranks"], asked.fields["sealed"]) for asked in net.asked] == [("b", [0], False)]
+    gathering.cancel()
 
 
 def places_serve(found: GatheredManifest) -> None:

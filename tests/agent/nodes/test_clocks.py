@@ -98,10 +98,3 @@ def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
     monkeypatch.setattr(time, "monotonic", lambda: THERE_S)
     there.on_coordinator_message(cast(Channel, None), Message(told, [], []))
     assert rank.heard == [{**body, "leave_deadline_s": THERE_S + 30.0}]
-
-
-def test_a_rank_that_is_to_go_on_is_told_no_time(there: FollowerJob, rank: Rank) -> None:
-    net = Net()
-    RemotePeer(cast(PeerNetwork, net), "b", EPOCH, 1, 1, 1).reply(7, {"leave": False, "leave_deadline_s": None})
-    there.on_coordinator_message(cast(Channel, None), Message(net.told[0][1], [], []))
-    assert rank.heard == [{"t": "reply", "id": 7, "leave": False, "leave_deadline_s": None}]

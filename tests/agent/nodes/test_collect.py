@@ -12,7 +12,7 @@ from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.restore import collect
 from ckpt.agent.restore.collect import CHECK_S, CheckpointCollector
 from ckpt.agent.restore.partial_match import ANSWER_TIMEOUT_S
-from ckpt.agent.runtime import coroutines
+from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
 from ckpt.agent.snapshots.memory_checkpoint import StagedReader, assemble_checkpoint
 from ckpt.placement.placement import Parity
@@ -53,9 +53,9 @@ class Part:
         services = cast(PeerNetwork, fleet.links[me]), fleet.turned.workers, fleet.parities[me]
         held = lambda which: fleet.held(me, which)  # noqa: E731
         made = CheckpointCollector(*services, held, self.inventory, left, (), urgent)
-        moves, then = lambda: self.moved, lambda *found: self.heard.append(found)
         later: Callable[..., Any] = lambda delay_s, what: self.timers.append((delay_s, what))  # noqa: E731
-        coroutines.start(made.collect_part(STEP, manifest, self.leave, later, moves), then)
+        collecting = made.collect_part(STEP, manifest, self.leave, later, lambda: self.moved)
+        start(collecting, lambda *found: self.heard.append(found))
 
     def bound(self, monkeypatch: pytest.MonkeyPatch, looks: float) -> None:
         """As if the store took so many times CHECK_S for what is to be made."""
@@ -92,9 +92,6 @@ class Part:
 
     def said(self, kind: str) -> bool:
         return any(fields["t"] == kind for fields, _ in self.fleet.said)
-
-    def asked_for_parity(self) -> bool:
-        return any(fields["t"] == "publish" and fields["ranks"] is None for fields, _ in self.fleet.said)
 
 
 @pytest.fixture
@@ -149,28 +146,20 @@ def test_what_takes_longer_than_the_store_would_is_left_to_it_though_it_moves(
     assert part.came() == part.all - part.beyond - {part.makeable}
 
 
-def test_what_would_take_the_memory_that_the_job_needs_is_left_to_the_store(part: Part) -> None:
-    part.leave_beside(100, room_bytes=99)
+@pytest.mark.parametrize("room_bytes", [99, 100])
+def test_what_would_take_the_memory_that_the_job_needs_is_left_to_the_store(part: Part, room_bytes: int) -> None:
+    part.leave_beside(100, room_bytes)
     part.begin()
-    assert part.came() == part.all - part.beyond - {part.makeable}
+    assert part.came() == part.all - part.beyond - ({part.makeable} if room_bytes < 100 else set())
     assert part.said("rebuild")
 
 
-def test_where_as_much_is_left_as_the_job_needs_it_is_made(part: Part) -> None:
-    part.leave_beside(100, room_bytes=100)
-    part.begin()
-    assert part.came() == part.all - part.beyond
-
-
-def test_where_it_was_to_be_put_together_as_a_whole_nothing_is_made_a_second_time(part: Part) -> None:
-    part.inventory.mark_unusable(STEP)
+@pytest.mark.parametrize("why", ["it was tried as a whole", "there is no parity"])
+def test_nobody_is_asked_for_parity_where_that_makes_nothing(part: Part, why: str) -> None:
+    if why == "there is no parity":
+        part.inventory.parity_holders.clear()
+    else:
+        part.inventory.mark_unusable(STEP)
     part.begin()
     assert part.came() == part.all - part.beyond - {part.makeable}
-    assert not part.asked_for_parity()
-
-
-def test_nobody_is_asked_for_parity_where_it_makes_nothing(part: Part) -> None:
-    part.inventory.parity_holders.clear()
-    part.begin()
-    assert part.came() == part.all - part.beyond - {part.makeable}
-    assert not part.asked_for_parity()
+    assert not any(fields["t"] == "publish" and fields["ranks"] is None for fields, _ in part.fleet.said)

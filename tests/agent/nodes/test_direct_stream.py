@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckpt.agent.net.transport import STREAM_FRAMES
-from ckpt.agent.restore.direct_stream import HOLDER_STREAMS_MAX, RANK_STREAMS_MAX, SHARE_MIN, DirectStreams, FrameStream
+from ckpt.agent.restore.direct_stream import HOLDER_STREAMS_MAX, RANK_STREAMS_MAX, DirectStreams, FrameStream
 from ckpt.agent.restore.rank_request import Origin, RankRequest
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import frame_hash
@@ -30,12 +30,13 @@ STREAM_S = 10.0  # more than the connections of these tests ever wait
 
 class Streams:
     """What the carrier's connections do. `spoil`, `cut_at`: the frame of an offer that comes wrong, and before which
-    all ends. `refuse`: nobody is connected. `silent`: nothing comes by them, until they are cut."""
+    all ends. `refuse`: nobody is connected. `closed`: asking for it raises. `silent`: nothing comes by them, until they
+    are cut."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self.spoil = self.cut_at = -1
-        self.refuse = self.silent = False
+        self.refuse = self.silent = self.closed = False
         self.asked: list[list[int]] = []
         self.tasks = Tasks("streams")
         carrier.stream = self.open  # type: ignore[attr-defined]
@@ -43,6 +44,8 @@ class Streams:
     def open(self, peer: str, addresses: Any, name: str, numbers: list[int]) -> Future[socket.socket]:
         self.asked.append(numbers)
         opened: Future[socket.socket] = Future()
+        if self.closed:
+            raise CkptError("closed")
         if self.refuse:
             opened.set_exception(AgentError("it serves others"))
             return opened
@@ -165,14 +168,15 @@ def test_what_one_rank_takes_whole_is_received_where_it_belongs(begun: Callable[
     assert rank.sources == {"peer": start.total}
     assert sum(start.carrier.fetched) == sum(len(raw) for raw in rank.got.values()), "nothing came twice"
     assert sum(map(len, streams.asked)) == len(rank.whole_frames)
+    assert len(streams.asked) == 2, "few frames are not divided among connections"
 
 
-@pytest.mark.parametrize("how", ["refused", "cut", "wrong", "gone"])
+@pytest.mark.parametrize("how", ["refused", "closed", "cut", "wrong", "gone"])
 def test_what_does_not_come_straight_or_not_right_comes_through_the_window(
     how: str, begun: Callable[..., tuple[Start, Streams]], turned: Turned
 ) -> None:
     start, streams = begun(("a", "b"), ("a", "b"))
-    streams.refuse, streams.silent = how == "refused", how == "gone"
+    streams.refuse, streams.closed, streams.silent = how == "refused", how == "closed", how == "gone"
     streams.cut_at, streams.spoil = (2 if how == "cut" else -1), (1 if how == "wrong" else -1)
     rank = Trainer(start, set(start.frames))
     if how == "gone":
@@ -264,11 +268,9 @@ class Opened:
 
 
 class Session:
-    """The session and the peer source of direct streams. What a rank wants lies in an arena of its own. `closed`: the
-    transport raises."""
+    """The session and the peer source of direct streams. What a rank wants lies in an arena of its own."""
 
-    def __init__(self, closed: bool = False) -> None:
-        self.closed = closed
+    def __init__(self) -> None:
         self.ranks: list[Opened] = []  # by arena
         self.holders: list[str] = []
         self.numbers: list[Any] = []
@@ -283,10 +285,6 @@ class Session:
         self.holders.append(holder)
         self.numbers.append(np.arange(first, first + count))
         self.streams.request(set(range(first, first + count)), rank.asked)
-
-    @property
-    def waiting(self) -> list[Any]:
-        return [each for each in self.streams._streams.values() if not each.is_begun]
 
     # -- as a peer source and its network
 
@@ -303,8 +301,6 @@ class Session:
         return []
 
     def stream(self, peer: str, addresses: Any, name: str, numbers: list[int]) -> Future[socket.socket]:
-        if self.closed:
-            raise CkptError("closed")
         opened = self.ranks[int(name)].futures
         opened.append((numbers, Future()))
         return opened[-1][1]
@@ -351,12 +347,6 @@ def test_ranks_take_turns_and_none_gets_more_streams_than_it_can_read() -> None:
     assert len(ranks[0].futures) == 2 + RANK_STREAMS_MAX
 
 
-def test_few_frames_are_not_divided_among_connections() -> None:
-    session, each = Session(), Opened()
-    session.want(each, "b", SHARE_MIN)
-    assert [frames for frames, _ in each.futures] == [list(range(SHARE_MIN))]
-
-
 def test_a_stream_that_comes_after_nobody_waits_is_closed() -> None:
     session, each = Session(), Opened()
     session.want(each, "b", 2)
@@ -368,9 +358,3 @@ def test_a_stream_that_comes_after_nobody_waits_is_closed() -> None:
         assert theirs.recv(1) == b""
     assert not each.sent
     assert not each.left
-
-
-def test_a_transport_that_raises_gives_no_streams() -> None:
-    session, each = Session(closed=True), Opened()
-    session.want(each, "b", 2)
-    assert each.left == [0, 1]

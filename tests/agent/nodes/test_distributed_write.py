@@ -6,11 +6,9 @@ from __future__ import annotations
 import heapq
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +22,6 @@ from ckpt.agent.net.channel import BEAT_S
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.clock import ManualClock
-from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME
 from ckpt.ipc.addresses import SILENCE_S_MAX
 from ckpt.storage import open as open_store
@@ -37,9 +34,7 @@ from tests.agent.nodes.staged import identity
 MARGIN_S = 10.0
 
 
-def test_a_part_is_late_by_comparison_with_those_that_are_written_and_never_before_one_is() -> None:
-    assert overdue_s([], 100, 5.0) is None
-    assert overdue_s([(2.0, 0)], 100, 5.0) is None, "nothing was to be written"
+def test_a_part_is_late_by_comparison_with_those_that_are_written() -> None:
     assert overdue_s([(2.0, 100)], 100, 5.0) == SLOWDOWN_MAX * 2 + 5
     assert overdue_s([(2.0, 100), (4.0, 100)], 100, 5.0) == SLOWDOWN_MAX * 4 + 5, "the slowest counts"
     assert overdue_s([(2.0, 100)], 300, 5.0) == SLOWDOWN_MAX * 6 + 5, "what has more bytes may take longer"
@@ -67,8 +62,8 @@ class Writers:
     """Nodes that write when the test says so, and the main thread. Rank r is on node "nr", of which "kr" has a copy;
     rank 0 on the one that commits."""
 
-    def __init__(self, world: int, copies: int = 1) -> None:
-        self.clock, self.copies = ManualClock(), copies
+    def __init__(self, world: int, copies: int = 1, clock: ManualClock | None = None) -> None:
+        self.clock, self.copies = clock or ManualClock(), copies
         self.asked: list[tuple[str, Callable[[Any, str], None]]] = []
         self.cancels: dict[int, threading.Event] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -119,8 +114,13 @@ class Writers:
         then(made, error)
         return made
 
-    def of(self, rank: int) -> Future[Written]:
-        return self.futures[rank]
+    def outcome(self, rank: int) -> str:
+        """Who has written that rank's part, or why nobody has; "": it is not known yet."""
+        future = self.futures[rank]
+        if not future.done():
+            return ""
+        error = future.exception(0)
+        return str(error) if error else future.result(0).packs[0][0] or "this node"
 
 
 def node(rank: int) -> str:
@@ -128,24 +128,26 @@ def node(rank: int) -> str:
 
 
 def test_whoever_is_slow_is_followed_by_who_has_a_copy_and_the_first_counts() -> None:
+    """The node that commits like the others, whose own link may be slow."""
     nodes = Writers(3)
-    assert nodes.names() == ["", "n1", "n2"]
     nodes.move(1000)
     assert nodes.names() == ["", "n1", "n2"], "the store may be slow for all"
-    nodes = Writers(3)
-    nodes.move(2.0)
-    nodes.writes("")
-    nodes.writes("n2")
-    nodes.move(SLOWDOWN_MAX * 2.0 + MARGIN_S - 2.1)
-    assert nodes.names() == ["", "n1", "n2"], "not yet"
-    nodes.move(0.2)
-    assert nodes.names() == ["", "n1", "n2", "k1"]
-    nodes.move(1000)
-    assert nodes.names() == ["", "n1", "n2", "k1"], "one is enough"
-    first = nodes.writes("k1")
-    assert nodes.of(1).result(0) is first
-    nodes.writes("n1")
-    assert nodes.of(1).result(0) is first
+    for slow, keeper in ((1, "k1"), (0, "k0")):
+        nodes = Writers(3)
+        nodes.move(2.0)
+        for rank in {0, 1, 2} - {slow}:
+            nodes.writes(node(rank))
+        nodes.move(SLOWDOWN_MAX * 2.0 + MARGIN_S - 2.1)
+        assert nodes.names() == ["", "n1", "n2"], "not yet"
+        nodes.move(0.2)
+        assert nodes.names() == ["", "n1", "n2", keeper]
+        nodes.move(1000)
+        assert nodes.names() == ["", "n1", "n2", keeper], "one is enough"
+        assert not nodes.cancels[slow].is_set(), "it may be first after all"
+        nodes.writes(keeper)
+        assert nodes.cancels[slow].is_set(), "nobody waits for it any more"
+        nodes.writes(node(slow))
+        assert nodes.outcome(slow) == keeper
 
 
 def test_once_a_commit_is_over_nobody_is_asked_to_write_for_it() -> None:
@@ -154,6 +156,7 @@ def test_once_a_commit_is_over_nobody_is_asked_to_write_for_it() -> None:
     nodes.move(2.0)
     nodes.writes("n2")
     nodes.parts.end_commit()
+    assert nodes.cancels[0].is_set()
     nodes.move(1000)
     nodes.writes("n1", "it has no store")
     nodes.writes("")
@@ -169,81 +172,56 @@ def test_a_part_fails_once_everybody_has_failed_who_had_it_since_the_node_itself
     nodes.writes("")
     nodes.move(MARGIN_S + 1)
     for name in order:
-        assert not nodes.of(1).done()
+        assert nodes.outcome(1) == ""
         nodes.writes(name, f"{name} cannot")
-    with pytest.raises(AgentError, match="n1 cannot"):
-        nodes.of(1).result(0)
+    assert "n1 cannot" in nodes.outcome(1)
     nodes.move(1000)
     assert sorted(nodes.names()) == sorted(["", *order])
 
 
-def test_whoever_fails_is_followed_at_once_by_one_after_the_other() -> None:
+@pytest.mark.parametrize(("rank", "keepers"), [(1, ["k1", "l1"]), (0, ["k0", "l0"])])
+def test_whoever_fails_is_followed_at_once_by_one_after_the_other(rank: int, keepers: list[str]) -> None:
     nodes = Writers(2, copies=2)
-    nodes.writes("n1", "full")
-    assert nodes.names() == ["", "n1", "k1"]
-    nodes.writes("k1", "full")
-    assert nodes.names() == ["", "n1", "k1", "l1"]
-    made = nodes.writes("l1")
-    assert nodes.of(1).result(0) is made
+    nodes.writes(node(rank), "full")
+    nodes.writes(keepers[0], "full")
+    assert nodes.names() == ["", "n1", *keepers]
+    nodes.writes(keepers[1])
+    assert nodes.outcome(rank) == keepers[1]
 
 
-def test_a_part_of_which_nobody_has_a_copy_fails_with_its_node() -> None:
+@pytest.mark.parametrize(("rank", "said"), [(1, "node n1"), (0, "this node")])
+def test_a_part_of_which_nobody_has_a_copy_fails_with_its_node(rank: int, said: str) -> None:
     nodes = Writers(3, copies=0)
-    nodes.writes("n1", "gone")
-    with pytest.raises(AgentError, match="n1 has not written its part: gone"):
-        nodes.of(1).result(0)
+    nodes.writes(node(rank), "gone")
+    assert nodes.outcome(rank) == f"{said} has not written its part: gone"
     assert nodes.names() == ["", "n1", "n2"]
 
 
-def test_who_had_no_copy_yet_of_a_slow_nodes_part_is_asked_again_once_that_node_has_failed() -> None:
-    nodes = Writers(2)
+@pytest.mark.parametrize("copies", [1, 0])
+def test_who_had_no_copy_yet_of_a_slow_nodes_part_is_asked_again_once_that_node_has_failed(copies: int) -> None:
+    """`copies`: how many are known of while the node is only slow."""
+    nodes = Writers(2, copies)
     nodes.writes("")
     nodes.move(MARGIN_S + 1)
-    nodes.writes("k1", "it has no copies of them")
+    if copies:
+        nodes.writes("k1", "it has no copies of them")
     nodes.move(1000)
-    assert not nodes.of(1).done(), "it is only slow"
-    nodes.writes("n1", "gone")
-    assert nodes.names() == ["", "n1", "k1", "k1"]
-    made = nodes.writes("k1")
-    assert nodes.of(1).result(0) is made
-
-
-def test_who_can_have_a_copy_only_later_is_asked_then() -> None:
-    nodes = Writers(2, copies=0)
-    nodes.writes("")
-    nodes.move(1000)
-    assert nodes.names() == ["", "n1"]
+    assert nodes.outcome(1) == "", "it is only slow"
     nodes.copies = 1
     nodes.writes("n1", "gone")
+    assert nodes.names() == ["", "n1", *["k1"] * copies, "k1"]
+    nodes.writes("k1")
+    assert nodes.outcome(1) == "k1"
+
+
+def test_who_writes_a_slow_nodes_part_is_waited_for_where_that_node_fails() -> None:
+    nodes = Writers(2, copies=2)
+    nodes.writes("")
+    nodes.move(MARGIN_S + 1)
+    nodes.writes("n1", "gone")
     assert nodes.names() == ["", "n1", "k1"]
-    made = nodes.writes("k1")
-    assert nodes.of(1).result(0) is made
-
-
-def test_the_part_of_the_node_that_commits_is_one_like_the_others_where_its_own_link_is_slow() -> None:
-    nodes = Writers(3)
-    nodes.move(2.0)
-    nodes.writes("n1")
-    nodes.writes("n2")
-    nodes.move(SLOWDOWN_MAX * 2.0 + MARGIN_S - 2.1)
-    assert nodes.names() == ["", "n1", "n2"], "not yet"
-    nodes.move(0.2)
-    assert nodes.names() == ["", "n1", "n2", "k0"]
-    assert not nodes.cancels[0].is_set(), "it may be first after all"
-    first = nodes.writes("k0")
-    assert nodes.of(0).result(0) is first
-    assert nodes.cancels[0].is_set(), "nobody waits for its own part any more"
-    nodes.writes("", "it was cancelled")
-    assert nodes.of(0).result(0) is first
-
-
-def test_who_has_a_copy_follows_at_once_where_the_own_part_fails() -> None:
-    nodes = Writers(2)
-    nodes.writes("", "the store denies it")
-    assert nodes.names() == ["", "n1", "k0"]
-    nodes.writes("k0", "neither")
-    with pytest.raises(AgentError, match="this node has not written its part: the store denies it"):
-        nodes.of(0).result(0)
+    nodes.writes("k1", "full")
+    assert nodes.names() == ["", "n1", "k1", "l1"]
 
 
 def test_an_own_part_of_which_nobody_has_a_copy_goes_on_however_slow() -> None:
@@ -252,23 +230,21 @@ def test_an_own_part_of_which_nobody_has_a_copy_goes_on_however_slow() -> None:
     nodes.move(1000)
     assert nodes.names() == ["", "n1"]
     assert not nodes.cancels[0].is_set()
-    made = nodes.writes("")
-    assert nodes.of(0).result(0) is made
+    nodes.writes("")
+    assert nodes.outcome(0) == "this node"
 
 
-def test_with_the_commit_or_the_agent_what_is_written_here_ends_and_nobody_is_waited_for() -> None:
-    nodes = Writers(2)
-    nodes.parts.end_commit()
-    assert nodes.cancels[0].is_set()
-    nodes = Writers(2)
-    first = nodes.writes("n1")
-    nodes.parts.abandon("the agent ends")
-    assert nodes.cancels[0].is_set()
-    assert nodes.of(1).result(0) is first
-    with pytest.raises(AgentError, match="ends"):
-        nodes.of(0).result(0)
-    late = nodes.parts(np.arange(2))
-    assert all(future.done() for _, future in late), "nor who is asked for after that"
+def test_a_commit_that_is_given_up_names_who_still_writes_and_asks_nobody_any_more() -> None:
+    nodes = Writers(3)
+    nodes.writes("n1")
+    assert nodes.parts.give_up() == {"n2"}, "what this node writes is broken off by its cancel"
+    assert all(cancel.is_set() for cancel in nodes.cancels.values())
+    assert [nodes.outcome(rank) for rank in range(3)] == ["it was given up", "n1", "it was given up"]
+    nodes.writes("n2", "it was told to end it")
+    nodes.move(1000)
+    late = nodes.parts(np.arange(3))
+    assert all("given up" in str(future.exception(0)) for _, future in late), "nor for what is begun after that"
+    assert nodes.names() == ["", "n1", "n2"]
 
 
 def test_what_a_node_that_hangs_was_to_upload_is_written_by_who_has_a_copy_under_its_own_keys(
@@ -316,29 +292,6 @@ def writers_named(url: str) -> set[str]:
         store.close()
 
 
-def test_who_still_writes_for_a_commit_that_is_given_up_is_named_and_nobody_is_asked_any_more() -> None:
-    nodes = Writers(3)
-    nodes.writes("n1")
-    assert nodes.parts.give_up() == {"n2"}, "what this node writes is broken off by its cancel"
-    assert all(cancel.is_set() for cancel in nodes.cancels.values())
-    for rank in (0, 2):
-        with pytest.raises(AgentError, match="given up"):
-            nodes.of(rank).result(0)
-    nodes.writes("n2", "it was told to end it")
-    nodes.move(1000)
-    assert nodes.names() == ["", "n1", "n2"]
-
-
-def test_one_that_is_given_up_before_it_has_begun_asks_nobody() -> None:
-    nodes = Writers(2)
-    nodes.parts.give_up()
-    (_, here), (_, there) = nodes.parts(np.arange(2))
-    for part in (here, there):
-        with pytest.raises(AgentError, match="given up"):
-            part.result(0)
-    assert nodes.names() == ["", "n1"], "by the commit before"
-
-
 class CountedClock(ManualClock):
     reads = 0
 
@@ -347,13 +300,12 @@ class CountedClock(ManualClock):
         return super().now_s()
 
 
-def test_a_part_that_is_written_makes_nobody_look_at_all_other_parts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_is_written_makes_nobody_look_at_all_other_parts_again() -> None:
     """A job may have a thousand nodes, whose parts end one after the other."""
-    monkeypatch.setattr(sys.modules[__name__], "ManualClock", CountedClock)
-    nodes = Writers(200)
+    clock = CountedClock()
+    nodes = Writers(200, clock=clock)
     for rank in range(200):
         nodes.move(0.001)
         nodes.writes(node(rank))
     assert all(future.done() for future in nodes.futures)
-    assert isinstance(nodes.clock, CountedClock)
-    assert nodes.clock.reads < 20 * 200
+    assert clock.reads < 20 * 200

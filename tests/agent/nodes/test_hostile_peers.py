@@ -198,10 +198,18 @@ def is_whole(look: dict[str, Any]) -> bool:
     return False
 
 
-def packs(fields: dict[str, Any]) -> bool:
-    with contextlib.suppress(OverflowError, ValueError, TypeError):
-        return bool(msgpack.packb(fields))
-    return False
+def ways(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Right and wrong ones, those that a message can hold."""
+    found: list[dict[str, Any]] = []
+    for each in (*spoiled(fields), fields, {}):
+        with contextlib.suppress(OverflowError, ValueError, TypeError):
+            if msgpack.packb(each) and all(isinstance(name, str) for name in each):
+                found.append(each)
+    return found
+
+
+def blobs_for(fields: dict[str, Any]) -> list[bytes]:
+    return BLOBS[len(str(fields)) % len(BLOBS)]
 
 
 def test_whoever_does_not_know_the_secret_gets_no_connection_and_no_answer(
@@ -237,12 +245,11 @@ def test_no_message_of_an_agent_that_has_no_part_in_the_job_ends_an_agent_or_the
     right = {**SAID, **{kind: {"epoch": epoch, **fields} for kind, fields in {**OF_A_NODE, **OF_A_COORDINATOR}.items()}}
     for node in (node_of(cluster, 0), node_of(cluster, 1)):
         for kind, fields in right.items():
-            for each in [*spoiled(fields), fields, {}]:
+            for each in ways(fields):
                 # Such a question is believed: until its outcome nothing that is listed goes.
                 if kind == "survey" and "launch" not in each and is_whole(each):
                     continue
-                if packs(each) and isinstance(each, dict) and all(isinstance(name, str) for name in each):
-                    hostile.say(node, {"t": kind, **each}, BLOBS[len(str(each)) % len(BLOBS)])
+                hostile.say(node, {"t": kind, **each}, blobs_for(each))
         hostile.alive(node)
     assert [pid_of(rank) for rank in cluster.job] == pids
     assert not any(rank.lost.is_set() for rank in cluster.job)
@@ -262,14 +269,11 @@ def test_no_message_of_another_agent_takes_anything_from_the_job_that_a_memory_o
     name = cluster.status(0)["lenders"][0]["name"]
     node = NodeAt(name, tuple(Address.parse(text) for text in told["listen"]), ())
     for kind, fields in {**SAID, **OF_A_BORROWER}.items():
-        for each in [*spoiled(fields), fields, {}]:
-            if isinstance(each, dict) and packs(each) and all(isinstance(name, str) for name in each):
-                if kind == "survey" and each.get("take_over"):
-                    continue
-                hostile.say(node, {"t": kind, "url": cluster.url, **each}, BLOBS[len(str(each)) % len(BLOBS)])
-    for each in [*spoiled(OF_A_BORROWER["borrow-memory"]), OF_A_BORROWER["borrow-memory"], {}]:
-        if packs(each):
-            hostile.say(node, {"t": "borrow-memory", "id": 1, "url": cluster.url}, [msgpack.packb(each)])
+        for each in ways(fields):
+            if kind != "survey" or not each.get("take_over"):
+                hostile.say(node, {"t": kind, "url": cluster.url, **each}, blobs_for(each))
+    for each in ways(OF_A_BORROWER["borrow-memory"]):
+        hostile.say(node, {"t": "borrow-memory", "id": 1, "url": cluster.url}, [msgpack.packb(each)])
     hostile.alive(node)
     status = cluster.lending_status()
     assert (status["launch"], status["connected"]) == ("test", True)
@@ -328,9 +332,8 @@ def test_a_coordinator_that_says_nonsense_is_let_go_of_and_the_agent_stays(
     finally:
         joining.close()
     for kind, fields in OF_A_COORDINATOR.items():
-        for each in [*spoiled(fields), fields, *({"id": wrong} for wrong in WRONG)]:
-            if packs(each) and isinstance(each, dict) and all(isinstance(name, str) for name in each):
-                coordinator.say(node, {"t": kind, "epoch": OTHER, **each}, BLOBS[len(str(each)) % len(BLOBS)])
+        for each in (*ways(fields), *({"id": wrong} for wrong in WRONG)):
+            coordinator.say(node, {"t": kind, "epoch": OTHER, **each}, blobs_for(each))
     coordinator.alive(node)
     assert pid_of(rank) == pid
     assert cluster.status(1)["pid"] == pid
@@ -348,9 +351,9 @@ def test_a_node_of_the_job_that_says_nonsense_ends_neither_its_coordinators_agen
     hostile = liar(node_of(cluster, 1).name)
     os.kill(cluster.pids[1], signal.SIGSTOP)
     try:
-        said = [{"t": kind, "epoch": epoch, **each} for kind, fields in OF_A_NODE.items() for each in ways(fields)]
-        for each in said:
-            hostile.say(node, each, BLOBS[len(str(each)) % len(BLOBS)])
+        for kind, fields in OF_A_NODE.items():
+            for each in ways(fields):
+                hostile.say(node, {"t": kind, "epoch": epoch, **each}, blobs_for(each))
         hostile.alive(node)
     finally:
         hostile.network.close()
@@ -360,12 +363,6 @@ def test_a_node_of_the_job_that_says_nonsense_ends_neither_its_coordinators_agen
     decision = cluster.start(0, 1)
     assert decision.fields["candidate"]["step"] == step
     assert cluster.checkpoint("peer") > step
-
-
-def ways(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """Right and wrong ones, those that a message can hold."""
-    found = [each for each in [*spoiled(fields), fields, {}] if isinstance(each, dict) and packs(each)]
-    return [each for each in found if all(isinstance(name, str) for name in each)]
 
 
 def test_nobody_answers_for_another_agent(liar: Callable[..., Liar]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt.ipc.addresses import Address
-from ckpt.types import FRAME_BYTES, Identity, Version
+from ckpt.types import Identity, Version
 from tests.agent.net.proxy import Fault, Proxy
 from tests.agent.nodes.cluster import Cluster, await_end, come_back, line, together
 from tests.agent.nodes.test_previous_nodes import allow_reading
@@ -47,19 +47,15 @@ class Links:
     """One for each address of an agent, made when it is first told of."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.every: Fault | None = None
         self.of: dict[int, Link] = {}  # by node
         self._stack = stack
         self._made: dict[str, Link] = {}
 
     def route(self, node: int, address: str) -> str:
         if address not in self._made:
-            link = Link(Address.parse(address), NAME, [], self.every)
+            link = Link(Address.parse(address), NAME, [])
             self._made[address] = self.of[node] = self._stack.enter_context(link)
         return str(self._made[address].address)
-
-    def passed(self) -> list[int]:
-        return [count for link in self._made.values() for count in link.passed]
 
 
 @pytest.fixture
@@ -69,22 +65,6 @@ def links(cluster: Cluster) -> Iterator[Links]:
         cluster.route = made.route
         yield made
         cluster.close()  # before their links
-
-
-def test_transfers_whose_connections_are_cut_again_and_again_are_gone_on_with(cluster: Cluster, links: Links) -> None:
-    """No connection brings all of what it was asked for: a frame or so, and a part of the next."""
-    links.every = Fault(after=FRAME_BYTES + (1 << 20))
-    cluster.connect(0, 1)
-    for rank in cluster.job:
-        rank.extra = 6 * FRAME_BYTES // 4  # elements, of which each rank stages the half
-    cluster.enter()
-    step = cluster.checkpoint("peer")
-    assert max(links.passed()) >= FRAME_BYTES + (1 << 20), links.passed()
-    cluster.kill(1)
-    cluster.hang_up()
-    decision = cluster.start(2, 0)
-    assert decision.fields["candidate"]["step"] == step
-    assert set(cluster.fetched()) <= {"local", "peer"}
 
 
 def test_a_job_goes_on_after_the_link_between_its_nodes_was_cut(cluster: Cluster, links: Links) -> None:

@@ -7,28 +7,12 @@ import pytest
 
 from ckpt.errors import NoCheckpoint
 from ckpt.types import Version
-from tests.agent.nodes.cluster import LEVELS, Cluster, together, train
+from tests.agent.nodes.cluster import LEVELS, Cluster, train
 
 
 @pytest.fixture(autouse=True)
 def no_commits(cluster: Cluster) -> None:
     cluster.forbid_commits()
-
-
-def test_a_start_that_failed_before_its_first_checkpoint_takes_nothing_from_what_others_keep(cluster: Cluster) -> None:
-    """Three nodes keep copies in a ring. One is lost. The next start comes to nothing, and the one after that needs
-    what the first left with the one who is not the coordinator."""
-    cluster.start(0, 1, 2)
-    step = cluster.checkpoint("peer")
-    keeper = cluster.keepers()[2][0]
-    other = 1 - keeper
-    cluster.kill(2)
-    cluster.hang_up()
-    for _ in range(3):
-        decision = cluster.start(other, keeper)
-        assert decision.fields["candidate"]["step"] == step
-        together(cluster.job, lambda rank: rank.leave("exception"))
-        cluster.hang_up()
 
 
 def damage(cluster: Cluster, rank: int) -> None:
@@ -114,25 +98,6 @@ def test_what_an_agent_kept_for_others_is_copied_to_it_again_once_it_is_back(clu
     decision = cluster.start(1)
     assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
     assert set(cluster.fetched()) == {"local"}
-
-
-def test_what_is_kept_for_others_already_is_not_counted_twice_when_the_state_changes(cluster: Cluster) -> None:
-    """The memory is just enough for two slots and two generations of copies."""
-    cluster.start(0, 1)
-    cluster.checkpoint("peer")
-    job = cluster.status(0)["job"]
-    keeps = max(each["keeps_bytes"] for each in job["peers"]["nodes"])
-    slot_bytes, commit_bytes = job["memory"]["slot_bytes"], job["memory"]["commit_bytes"]
-    cluster.hang_up()
-    limit = 2 * slot_bytes + commit_bytes + keeps + (1 << 19)
-    cluster.options = {**cluster.options, "limits": {"memory": limit, "bandwidth": None}}
-    cluster.start(2, 3)  # who hold nothing
-    assert sorted(cluster.keepers().items()) == [(2, [3]), (3, [2])]
-    cluster.checkpoint("peer")
-    together(cluster.job, lambda rank: rank.relayout(16))
-    together(cluster.job, lambda rank: rank.wait_warm())
-    cluster.checkpoint("peer")
-    assert sorted(cluster.keepers().items()) == [(2, [3]), (3, [2])]
 
 
 def test_a_start_that_begins_afresh_since_a_part_of_the_newest_is_lost_says_so_loudly(cluster: Cluster) -> None:

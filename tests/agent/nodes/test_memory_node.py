@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.agent.state.replica_state import NO_PEER_MEMORY
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError
 from ckpt.ipc import secret
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
@@ -233,22 +232,6 @@ def test_a_coordinator_that_hung_and_wakes_up_commits_beside_it(cluster: Cluster
     assert cluster.checkpoint("peer", "store") > step
 
 
-def test_a_job_of_another_launch_has_to_wait_until_the_one_before_it_is_gone(
-    lent: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CKPT_HEARTBEAT_S", "5")  # one that lives may stand still for a while
-    lent.start(0, 0)
-    step = lent.checkpoint("peer", "store")
-    first = list(lent.job)
-    lent.job = []  # it goes on
-    lent.connect(1, launch="another")
-    with pytest.raises(CkptError, match="in use"):
-        lent.enter()
-    assert lent.lending_status()["launch"] == "test"
-    lent.job, lent.at = first, {0: 0, 1: 0}
-    assert lent.checkpoint("peer", "store") > step
-
-
 def test_one_that_is_not_there_is_named_and_training_goes_on_and_when_it_comes_it_is_used(cluster: Cluster) -> None:
     at = cluster.lend()["listen"][0]
     assert cluster.end_lending() == 0
@@ -318,16 +301,6 @@ def test_one_that_cannot_be_used_is_named_and_learns_nothing(
         assert (status["launch"], status["keeps"]) == (None, [])
 
 
-def test_one_that_is_named_by_two_addresses_counts_once(cluster: Cluster) -> None:
-    (at,) = cluster.lend()["listen"]
-    cluster.peers = [at, at.replace("127.0.0.1", "localhost")]
-    cluster.start(0)
-    cluster.checkpoint("peer", "store")
-    nodes = cluster.status(0)["job"]["peers"]["nodes"]
-    assert len(nodes) == 2
-    cluster.finish()
-
-
 def test_a_job_of_another_url_neither_goes_on_from_what_is_kept_there_nor_costs_it(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -357,30 +330,3 @@ def test_one_that_lends_too_little_is_not_used_and_that_is_said(cluster: Cluster
     assert "lend more" in placed[-1]["message"]
     assert cluster.lending_status()["keeps"] == []
     cluster.finish()
-
-
-def test_where_nobody_has_memory_for_one_nodes_part_no_step_is_called_safe_in_other_nodes_memory(
-    cluster: Cluster,
-) -> None:
-    """The two nodes have memory for their own slots only, and the memory-only node for the state of the smaller one."""
-    cluster.forbid_commits()
-    cluster.start(0, 0, 0, 1, 1)
-    rows = {row["node"]: row["own_bytes"] for row in cluster.status(0)["job"]["peers"]["nodes"]}
-    large, small = (rows[cluster.job[rank].nodes[node]["name"]] for rank, node in ((0, 0), (4, 1)))
-    assert large > small
-    cluster.kill(0, 1)
-
-    cluster.options = {**cluster.options, "limits": {"memory": 4 * large + 4096, "bandwidth": None}}
-    cluster.peers = cluster.lend(str(2 * small + 8192))["listen"]
-    cluster.start(2, 2, 2, 3, 3, launch="another")
-    cluster.checkpoint("local")
-    told = cluster.await_event("replication.failed")
-    cluster.await_lending(lambda status: status["keeps"] == [told["identity"]])
-    rank, version = cluster.job[0], Version(cluster.job[0].step)
-    assert not rank.wait_level(version, "peer")
-    assert rank.levels[str(version), "peer"] == (False, NO_PEER_MEMORY)
-    assert "replication.done" not in [event["name"] for event in rank.events]
-    placed = [event for event in rank.events if event["name"] == "replication.placed"]
-    assert placed[-1]["loud"]
-    assert f"no node has memory for the state of {cluster.status(2)['name']}: if" in placed[-1]["message"]
-    assert cluster.status(2)["account"]["safe"].get("peer") is None

@@ -120,22 +120,6 @@ def test_what_the_store_refuses_of_another_node_is_written_for_it(cluster: Clust
     check_restored(cluster, version)
 
 
-def test_on_one_node_one_writer_puts_packs_and_record_and_no_part_is_given_to_anybody(
-    cluster: Cluster, url: str, link: Proxy
-) -> None:
-    start(cluster, link, 0, 0)
-    train(cluster.job, 1)
-    version = cluster.save("store")
-    store = open_store(url)
-    try:
-        (ref,) = Run(store).view().history
-        writers = {key.rpartition("/")[2].partition("-")[0] for key, _ in open_record(store, ref).packs}
-    finally:
-        store.close()
-    assert writers == {ref.writer}
-    check_restored(cluster, version)
-
-
 def test_where_no_try_of_the_coordinator_comes_through_who_has_a_copy_writes_its_part(
     cluster: Cluster, url: str, link: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

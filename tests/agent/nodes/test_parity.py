@@ -4,15 +4,13 @@ bit from what is left, with nothing read from the store. The store has no checkp
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from ckpt.errors import NoCheckpoint
-from tests.agent.nodes.cluster import Cluster, line
+from tests.agent.nodes.cluster import Cluster
 
 TWO = {"data": 2, "parity": 2}
 ONE = {"data": 3, "parity": 1}
@@ -26,14 +24,6 @@ def start(cluster: Cluster, peers: dict[str, int], spread: Sequence[int], extra:
     for rank in cluster.job:
         rank.extra = extra
     cluster.enter()
-
-
-def await_commit(cluster: Cluster, step: int, timeout_s: float = 60.0) -> None:
-    """Until the store has it, whole. It is polled: nobody is left who would be told."""
-    deadline = time.monotonic() + timeout_s
-    while step not in [identity.version.step for identity in line(cluster.url)]:
-        assert time.monotonic() < deadline, "nobody commits it"
-        threading.Event().wait(0.05)
 
 
 def check_memory(cluster: Cluster, decision: Any, *steps: int) -> None:
@@ -60,40 +50,6 @@ def test_with_two_parities_any_two_of_four_nodes_may_be_lost_and_two_more_after_
     check_memory(cluster, cluster.start(5, 4), again)
 
 
-SPREADS = [
-    (ONE, (0, 1, 2, 3), (2,)),
-    (ONE, (0, 1, 2, 3), (0,)),
-    (ONE, (0, 0, 0, 1, 2, 2, 3, 4), (0,)),  # nodes of unequal size, and a group that is longer than asked for
-    (TWO, (0, 0, 0, 1, 2, 2, 3, 4), (0, 2)),
-    (TWO, (0, 0, 0, 1, 2, 2, 3, 4), (1, 3)),
-    (TWO, (0, 1, 2), (1, 2)),  # a short group
-    (TWO, (0, 1), (0,)),  # one parity is all that two nodes can have
-    ({"data": 1, "parity": 1}, (0, 1, 1, 2, 3, 3), (3,)),
-]
-
-
-@pytest.mark.parametrize(("peers", "spread", "lost"), SPREADS)
-def test_nodes_of_any_number_and_size_are_made_good(
-    cluster: Cluster, peers: dict[str, int], spread: tuple[int, ...], lost: tuple[int, ...]
-) -> None:
-    start(cluster, peers, spread, extra=700_000)
-    step = cluster.checkpoint("peer")
-    cluster.kill(*lost)
-    cluster.hang_up()
-    check_memory(cluster, cluster.start(*[node for node in range(5) if node in spread and node not in lost]), step)
-
-
-def test_one_node_that_is_left_alone_makes_all_of_it_from_what_it_has(cluster: Cluster) -> None:
-    """And the job that starts there is one of one node: nobody speaks of others."""
-    start(cluster, TWO, (0, 1, 1))
-    step = cluster.checkpoint("peer")
-    cluster.kill(1)
-    cluster.hang_up()
-    cluster.connect(0)
-    cluster.job[0].nodes = []
-    check_memory(cluster, cluster.enter(), step)
-
-
 def test_after_more_losses_than_there_are_parities_nothing_is_made_up_and_it_is_said_loudly_what_is_lost(
     cluster: Cluster,
 ) -> None:
@@ -108,25 +64,6 @@ def test_after_more_losses_than_there_are_parities_nothing_is_made_up_and_it_is_
     assert told["loud"]
     assert told["data"]["ranks"] == [0, 2]
     assert f"step {step} was in memory" in told["message"]
-
-
-def test_parity_takes_less_memory_than_copies_and_is_told_before_it_is_taken(cluster: Cluster) -> None:
-    start(cluster, ONE, (0, 1, 2, 3))
-    cluster.checkpoint("peer")
-    status = cluster.status(0)["job"]
-    table = status["peers"]
-    assert (table["copies"], table["parity"], table["shortfalls"]) == (None, ONE, [])
-    for row in table["nodes"]:
-        assert row["keeps_bytes"] < 0.75 * table["generations"] * row["own_bytes"]
-        assert len(row["kept_by"]) == 3
-    placed = next(event for event in cluster.job[0].events if event["name"] == "replication.placed")
-    assert "parity: any 1 of 4 nodes may be lost" in placed["message"]
-    assert placed["data"]["parity"] == ONE
-    planned = [event["data"] for event in cluster.job[0].events if event["name"] == "memory.plan"][-1]
-    assert planned["nodes"] == status["memory"]["nodes"]
-    keeps = {row["node"]: row["keeps_bytes"] for row in table["nodes"]}
-    assert {row["node"]: row["copies_bytes"] for row in planned["nodes"]} == keeps
-    assert all(row["copies_bytes"] < row["total_bytes"] < row["allowed_bytes"] for row in planned["nodes"])
 
 
 def test_what_is_damaged_where_it_lies_is_made_again_as_if_it_were_lost(cluster: Cluster) -> None:

@@ -4,7 +4,7 @@ What is odd about them costs no start anything."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from ckpt.agent.snapshots.memory_checkpoint import StagedPart, StagedReader, ass
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.manifest import Manifest
 from ckpt.ipc.arena import Arena
-from tests.agent.nodes.staged import Asked, Net, Turned, identity, staged
+from tests.agent.nodes.staged import Asked, MakeStaged, Net, Turned, identity
 
 STEP = identity(5)
 WORLD = 4
@@ -50,11 +50,8 @@ def test_each_frame_is_matched_with_an_equal_one_and_no_place_is_given_twice(
 
 
 @pytest.fixture
-def arenas() -> Iterator[dict[int, Arena]]:
-    made = staged(STEP, WORLD)
-    yield made
-    for arena in made.values():
-        arena.close()
+def arenas(make_staged: MakeStaged) -> dict[int, Arena]:
+    return make_staged(STEP, WORLD)
 
 
 @pytest.fixture
@@ -100,14 +97,9 @@ def test_what_contradicts_the_record_or_has_nothing_of_it_is_no_part(
         found_of(arenas, replace(manifest, frames=frames), parts)
 
 
-def test_an_arena_without_hashes_says_nothing_of_itself() -> None:
-    made = staged(STEP, 2, hashed=False)
-    try:
-        with pytest.raises(DamagedData):
-            StagedReader().read_sealed(STEP, 2, made)
-    finally:
-        for arena in made.values():
-            arena.close()
+def test_an_arena_without_hashes_says_nothing_of_itself(make_staged: MakeStaged) -> None:
+    with pytest.raises(DamagedData):
+        StagedReader().read_sealed(STEP, 2, make_staged(STEP, 2, hashed=False))
 
 
 class Start:
@@ -165,12 +157,3 @@ def test_who_says_nothing_is_not_waited_for(start: Start) -> None:
     over()
     start.give(start.net.asked[0])  # too late
     assert start.came() == {0}
-
-
-def test_where_what_is_held_contradicts_the_record_nothing_is_taken_from_memory(
-    turned: Turned, manifest: Manifest, arenas: dict[int, Arena]
-) -> None:
-    start = Start(turned, replace(manifest, coordinates=(*"abcd",)), arenas)
-    start.give(start.net.asked[0])
-    turned.until(lambda: start.asking.is_settled)
-    assert isinstance(start.asking.error, AgentError)

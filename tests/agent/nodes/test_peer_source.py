@@ -242,15 +242,6 @@ def test_what_a_rank_finds_wrong_of_other_nodes_memory_is_had_nowhere_else_here_
     assert window.free_count == window.cell_count
 
 
-def test_where_nobody_gives_any_of_it_that_is_said_and_nothing_is_waited_for(begin: Callable[..., Start]) -> None:
-    start = begin(1, ("a",), ("a",))
-    start.carrier.broken = {"a"}
-    start.restore.request(start.ranks[0], start.frames)
-    start.end()
-    assert start.ranks[0].outcome is not None
-    assert start.ranks[0].outcome["ok"] is False
-
-
 @pytest.mark.parametrize("count", [1, 2, 4, 16])
 def test_one_of_many_holders_that_hangs_keeps_none_of_the_others_waiting(
     count: int, begin: Callable[..., Start], turned: Turned

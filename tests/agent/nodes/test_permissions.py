@@ -11,7 +11,6 @@ import pytest
 from ckpt.agent.node.inventory_lease import EPOCH_GAP_MAX
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import CkptError
-from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.store.lineage import NUMBER_MAX
@@ -151,24 +150,3 @@ def test_a_start_elsewhere_that_no_store_has_heard_of_is_outdone_by_the_next_and
     assert Epoch.parse(at_work.job[0].epoch) > Epoch.parse(NOWHERE)
     assert not at_work.status(0)["job"]["frozen"]
     assert at_work.checkpoint("peer")
-
-
-def test_a_memory_only_node_hears_nobody_else_until_the_outcome_of_a_start_and_then_the_job_before_it_again(
-    cluster: Cluster, liar: Callable[..., Liar]
-) -> None:
-    told = cluster.lend()
-    cluster.peers = told["listen"]
-    cluster.start(0)
-    step = cluster.checkpoint("peer")
-    starting, name = liar("starting"), cluster.status(0)["lenders"][0]["name"]
-    node = NodeAt(name, tuple(Address.parse(text) for text in told["listen"]), ())
-    assert ask(starting, node, {"t": "survey", "launch": "test", "url": cluster.url, "take_over": False})[1] == ""
-    later = cluster.checkpoint("local")
-    assert later > step
-    cluster.await_event("replication.failed")
-    assert [each.split("-")[2] for each in cluster.lending_status()["whole"]] == [f"{step:012d}.0000"]
-    starting.say(node, {"t": "start-outcome", "epoch": None}, [])
-    starting.alive(node)
-    cluster.await_event("replication.done", 2)
-    newer = lambda each: each.split("-")[2] > f"{step:012d}.0000"  # noqa: E731
-    cluster.await_lending(lambda status: all(map(newer, status["whole"])))  # it hears so a moment later

@@ -21,7 +21,7 @@ from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import CkptError
 from ckpt.format.parity import Row
 from ckpt.ipc.arena import Arena
-from ckpt.placement.placement import Parity
+from ckpt.placement.placement import Parity, Replicas
 from ckpt.types import Identity
 from tests.agent.nodes.fleet import Fleet
 from tests.agent.nodes.staged import WRONG, identity, spoiled
@@ -30,14 +30,14 @@ STEP, NEXT = identity(5), identity(10)
 FOUR = {"a": [0], "b": [1], "c": [2], "d": [3]}
 UNEVEN = {"a": [0, 1, 2], "b": [3], "c": [4, 5], "d": [6], "e": [7]}
 
-Make = Callable[[Mapping[str, Sequence[int]], Parity], Fleet]
+Make = Callable[[Mapping[str, Sequence[int]], Parity | Replicas], Fleet]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     made: list[Fleet] = []
 
-    def one(ranks: Mapping[str, Sequence[int]], option: Parity) -> Fleet:
+    def one(ranks: Mapping[str, Sequence[int]], option: Parity | Replicas) -> Fleet:
         made.append(Fleet(ranks, option))
         return made[-1]
 
@@ -58,10 +58,8 @@ def test_whoever_is_lost_what_they_staged_is_made_again_bit_for_bit(
     for count in range(1, len(ranks)):
         for gone in itertools.combinations(ranks, count):
             fleet.gone = set(gone)
-            possible, makeable = (
-                inventory(fleet).complete_checkpoints() == [STEP],
-                inventory(fleet).rebuildable_ranks(STEP),
-            )
+            possible = inventory(fleet).complete_checkpoints() == [STEP]
+            makeable = inventory(fleet).rebuildable_ranks(STEP)
             assert possible or count > option.parity
             made, error = fleet.rebuild(STEP)
             assert (error == "") == possible, (gone, error)
@@ -70,9 +68,7 @@ def test_whoever_is_lost_what_they_staged_is_made_again_bit_for_bit(
             for name in set(made.values()):
                 kept = fleet.copies[name].kept.arenas_of(STEP)
                 assert kept.keys() == {rank for rank, at in made.items() if at == name}
-            for copies in fleet.copies.values():
-                while copies.kept.arenas_by_key:
-                    copies.kept.arenas_by_key.popitem()[1].close()
+            fleet.forget_rebuilt()
 
 
 def inventory(fleet: Fleet) -> Inventory:
@@ -87,25 +83,17 @@ def inventory(fleet: Fleet) -> Inventory:
     return whole
 
 
-def test_work_on_parity_is_seen_to_move(make: Make) -> None:
+def test_lost_ranks_are_spread_over_the_nodes_that_are_left_and_work_on_them_is_seen_to_move(make: Make) -> None:
     """Else who has asked for it would give up what takes long (agent.moving)."""
-    fleet = make(FOUR, Parity(2, 2))
+    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
     assert fleet.protect(STEP) == ""
     before = {name: copies.progress.count for name, copies in fleet.copies.items()}
     assert all(before.values())
-    fleet.gone = {"b"}
-    made, error = fleet.rebuild(STEP)
-    assert error == ""
-    assert all(fleet.copies[name].progress.count > before[name] for name in made.values())
-
-
-def test_lost_ranks_are_spread_over_the_nodes_that_are_left(make: Make) -> None:
-    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
     fleet.gone = {"a"}
     made, error = fleet.rebuild(STEP)
     assert not error
     assert len(set(made.values())) == 2
+    assert all(fleet.copies[name].progress.count > before[name] for name in made.values())
 
 
 def test_who_makes_a_rank_again_is_told_of_the_stripes_that_it_is_in_and_not_of_the_whole_job(make: Make) -> None:
@@ -229,14 +217,17 @@ def test_parity_of_what_is_safe_of_which_a_failed_attempt_has_left_more_gives_wa
     assert all(fleet.kept(name) == {NEXT.version.step} for name in FOUR)
 
 
-def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(make: Make) -> None:
-    fleet = make(FOUR, Parity(2, 2))
+@pytest.mark.parametrize("option", [Parity(2, 2), Replicas(1)])
+def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(
+    make: Make, option: Parity | Replicas
+) -> None:
+    fleet = make(FOUR, option)
     safe = None
     for step in range(5, 40, 5):
         assert fleet.protect(identity(step), safe) == ""
         safe = identity(step)
         for copies in fleet.copies.values():
-            one = sum(chunk.arena.size_bytes for chunk in copies.kept.chunks_by_name.values())
+            one = sum(arena.size_bytes for arena in copies.kept.by_name.values())
             assert 0 < copies.arenas.bytes <= 2 * one
             assert copies.arenas.bytes_of(safe.epoch) == copies.arenas.bytes, "memory is planned anew without it"
     for copies in fleet.copies.values():
@@ -281,35 +272,30 @@ def test_attempts_for_which_there_is_no_room_leave_nothing_behind(make: Make, sa
             assert left <= {identity(step)}
 
 
-def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_it_is_kept(make: Make) -> None:
-    fleet = make(FOUR, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
-    heard: list[str] = []
-    for name in FOUR:
-        for fields in ({"t": "publish", "ranks": None}, {"t": "publish", "ranks": fleet.ranks[name]}):
-            asked = {**fields, "identity": str(STEP), "reader": "gone"}
-            fleet.parities[name].serve_request(asked, [], lambda blobs, error: heard.append(error))
-    fleet.turned.until(lambda: len(heard) == 2 * len(FOUR))
-    assert not any(heard)
-    assert all(len(link.offers) > 1 for link in fleet.links.values())
-    for copies in fleet.copies.values():
-        copies.evict_older_than(NEXT)
-    assert not any(link.offers for link in fleet.links.values())
-
-
-def test_parity_that_another_takes_the_place_of_is_offered_no_more(make: Make) -> None:
+@pytest.mark.parametrize("goes", ["with the checkpoint", "for other parity of it"])
+def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_it_is_kept(
+    make: Make, goes: str
+) -> None:
     """Its memory is used again at once: who still read it would get other bytes."""
     fleet = make(FOUR, Parity(2, 2))
     assert fleet.protect(STEP) == ""
     heard: list[str] = []
-    for name in FOUR:
-        asked = {"t": "publish", "ranks": None, "identity": str(STEP), "reader": "reader"}
+    wanted: list[tuple[str, Sequence[int] | None]] = [(name, None) for name in FOUR]
+    if goes == "with the checkpoint":
+        wanted += [(name, fleet.ranks[name]) for name in FOUR]
+    for name, ranks in wanted:
+        asked = {"t": "publish", "ranks": ranks, "identity": str(STEP), "reader": "gone"}
         fleet.parities[name].serve_request(asked, [], lambda blobs, error: heard.append(error))
-    fleet.turned.until(lambda: len(heard) == len(FOUR))
+    fleet.turned.until(lambda: len(heard) == len(wanted))
+    assert not any(heard)
     lent = {name: set(link.offers) for name, link in fleet.links.items()}
     assert all(lent.values())
-    fleet.option = Parity(1, 1)
-    assert fleet.protect(STEP, None) == ""
+    if goes == "with the checkpoint":
+        for copies in fleet.copies.values():
+            copies.evict_older_than(NEXT)
+    else:
+        fleet.option = Parity(1, 1)
+        assert fleet.protect(STEP, None) == ""
     for name, link in fleet.links.items():
         assert lent[name].isdisjoint(link.offers)
 
@@ -354,9 +340,7 @@ def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_
             made, error = fleet.rebuild(STEP)
             fleet.check(STEP, made)
             outcomes.add((count, error == ""))
-            for copies in fleet.copies.values():
-                while copies.kept.arenas_by_key:
-                    copies.kept.arenas_by_key.popitem()[1].close()
+            fleet.forget_rebuilt()
     assert (1, True) in outcomes
     assert (1, False) not in outcomes, "one loss leaves another parity"
     assert (2, False) in outcomes, "two losses need both"
@@ -422,9 +406,7 @@ def test_whenever_it_is_given_up_nothing_stays_to_be_read(make: Make) -> None:
         assert rebuilding.node_by_rank == made
         assert not any(link.offers for name, link in fleet.links.items() if name != "a")
         fleet.check(STEP, made)
-        for copies in fleet.copies.values():
-            while copies.kept.arenas_by_key:
-                copies.kept.arenas_by_key.popitem()[1].close()
+        fleet.forget_rebuilt()
         if by_itself:
             break
     assert seen == {0, 1, 2}

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -41,50 +40,12 @@ def bound(fleet: Fleet, made: float) -> None:
     fleet.free_bytes = lambda name: room - sum(arena.size_bytes for arena in copies[name].kept.arenas_by_key.values())
 
 
-class Watched:
-    """How many pieces of work on parity have begun, and were on their way at once at most."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.begun = self.left = self.most = 0
-        run = fleet.turned.workers.run
-
-        def noted(lane: Lane, work: Callable[[], Any], then: Callable[[Future[Any]], None]) -> None:
-            count = int(lane is Lane.PARITY)
-            self.begun, self.left = self.begun + count, self.left + count
-            self.most = max(self.most, self.left)
-
-            def heard(done: Future[Any]) -> None:
-                self.left -= count
-                then(done)
-
-            run(lane, work, heard)
-
-        fleet.turned.workers.run = noted  # type: ignore[method-assign]
-
-
 def test_of_many_ranks_that_are_asked_for_at_once_no_more_are_made_than_there_is_memory_for(fleet: Fleet) -> None:
     bound(fleet, 1.5)
     made, error = fleet.rebuild(STEP)
     assert "there is no memory" in error
     assert Counter(made.values()) == {"a": 1, "b": 1, "c": 1}, "none is refused that there is memory for, either"
     fleet.check(STEP, made)
-
-
-def test_what_has_no_memory_beside_what_is_on_its_way_waits_for_its_turn(fleet: Fleet) -> None:
-    """There is room for all, and for the way to one at a time."""
-    bound(fleet, LOST + 0.5)
-    watched = Watched(fleet)
-    made, error = fleet.rebuild(STEP)
-    assert (sorted(made), error) == (list(range(3, 3 + LOST)), "")
-    fleet.check(STEP, made)
-    assert watched.most <= len(set(made.values())), "one at each node"
-
-
-def test_where_there_is_memory_nobody_waits(fleet: Fleet) -> None:
-    watched = Watched(fleet)
-    made, error = fleet.rebuild(STEP)
-    assert (len(made), error) == (LOST, "")
-    assert watched.most > len(set(made.values()))
 
 
 def test_parity_takes_no_memory_that_what_is_being_made_again_will_take(fleet: Fleet) -> None:
@@ -101,15 +62,20 @@ def test_parity_takes_no_memory_that_what_is_being_made_again_will_take(fleet: F
 
 def test_who_waits_for_it_no_more_has_nothing_made_any_more(fleet: Fleet) -> None:
     bound(fleet, LOST + 0.5)
-    watched = Watched(fleet)
+    begun, run = list[Lane](), fleet.turned.workers.run
+
+    def noted(lane: Lane, work: Any, then: Any) -> None:
+        begun.append(lane)
+        run(lane, work, then)
+
+    fleet.turned.workers.run = noted  # type: ignore[method-assign]
     _, rebuilding = fleet.begin_rebuild(STEP)
-    fleet.turned.until(
-        lambda: sum(len(each._rebuild_queue._queued_work) for each in fleet.parities.values()) == LOST - 3
-    )
+    queues = [each._rebuild_queue for each in fleet.parities.values()]
+    fleet.turned.until(lambda: sum(len(queue._queued_work) for queue in queues) == LOST - 3)
     rebuilding.cancel()
     assert rebuilding.is_settled
-    fleet.turned.until(lambda: not watched.left and fleet.turned.is_idle)
-    assert watched.begun == 3, "one at each node"
+    fleet.turned.until(lambda: not any(queue._queued_work or queue._running_work for queue in queues))
+    assert begun.count(Lane.PARITY) == 3, "one at each node"
 
 
 class Maker:

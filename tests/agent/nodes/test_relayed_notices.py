@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from ckpt.ipc.notice_sources import Sources
 from ckpt.threads import Tasks
 from ckpt.types import Version
 from tests.agent.fake import FakeRank
+from tests.agent.node.test_agent import wait_for
 from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
 from tests.preemption.fakes import Asked, FakeService, Says, serving
 
@@ -87,13 +87,6 @@ def preempt(cluster: Cluster, node: int, cancel: bool = False) -> None:
         tool.close()
 
 
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not what():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.05)
-
-
 def standing(cluster: Cluster) -> list[str]:
     return [each["source"] for each in cluster.status(0)["job"]["notices"]["standing"]]
 
@@ -103,10 +96,7 @@ def withdrawn(cluster: Cluster) -> list[str]:
 
 
 def await_standing(cluster: Cluster, wanted: list[str]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while (found := standing(cluster)) != wanted:
-        assert time.monotonic() < deadline, found
-        threading.Event().wait(0.05)
+    wait_for(lambda: standing(cluster) == wanted)
 
 
 def test_all_ranks_of_all_nodes_leave_at_one_step_that_is_in_the_store(job: Cluster, gce: Gce) -> None:
@@ -135,7 +125,7 @@ def test_a_launcher_that_starts_it_again_there_does_not_have_it_leave_again(job:
         """To the lowest rank that had come by then."""
         return [event["message"] for rank in job.job for event in rank.events if event["name"] == "notice"]
 
-    until(lambda: any("does not leave again" in message for message in told()))
+    wait_for(lambda: any("does not leave again" in message for message in told()))
     train(job.job, job.job[0].step + 20)
     assert job.save("store")
     gce.preempted = False
@@ -165,21 +155,12 @@ def test_what_an_operator_asked_for_on_one_node_may_be_taken_back_on_any(
     assert [each["nodes"] for each in notices] == [[other if asked else ""]]
     preempt(cluster, cancelled, cancel=True)
     await_standing(cluster, [])
-    until(lambda: bool(withdrawn(cluster)))
+    wait_for(lambda: bool(withdrawn(cluster)))
     assert [("this machine" in each) for each in withdrawn(cluster)] == [not asked]
-    until(lambda: cluster.job[asked].standing == [])  # what it would hand to another agent
+    wait_for(lambda: cluster.job[asked].standing == [])  # what it would hand to another agent
     train(cluster.job, step + 3)
     assert cluster.save("store")
     assert standing(cluster) == []
-
-
-def test_a_signal_to_a_rank_of_another_node_is_shown_as_one_to_that_node(cluster: Cluster) -> None:
-    cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
-    cluster.start(0, 1)
-    cluster.job[1].request("notice", {"key": "SIGTERM", "left_s": 60.0})
-    await_standing(cluster, ["signal"])
-    (notice,) = cluster.status(0)["job"]["notices"]["standing"]
-    assert notice["nodes"] == [cluster.status(1)["name"]]
 
 
 @pytest.mark.parametrize("asked", [0, 1])
@@ -199,17 +180,6 @@ def test_what_an_operator_asked_for_stands_though_the_agent_that_was_asked_dies(
     assert len({answer["committed"] for answer in together(cluster.job, lambda rank: rank.leave("notice"))}) == 1
 
 
-def test_what_the_next_agent_does_not_find_any_more_is_taken_back(job: Cluster, gce: Gce) -> None:
-    gce.preempted = True
-    await_standing(job, ["gcp-preempted"])
-    job.kill_agent(1)
-    for rank in job.job[2:]:
-        assert rank.lost.wait(60)
-    gce.preempted = False
-    job.come_back(1)
-    await_standing(job, [])
-
-
 def test_it_is_told_again_to_a_coordinator_whose_agent_was_started_anew(job: Cluster, gce: Gce) -> None:
     gce.preempted = True
     await_standing(job, ["gcp-preempted"])
@@ -218,33 +188,6 @@ def test_it_is_told_again_to_a_coordinator_whose_agent_was_started_anew(job: Clu
         assert rank.lost.wait(60)
     job.come_back()
     await_standing(job, ["gcp-preempted"])
-
-
-# Known: on a busy machine the file may be heard again before the ranks give back that it has passed. Then it is
-# taken to be PAST_S ahead once more.
-AGAIN = pytest.mark.xfail(strict=False, reason="the source is heard before what ranks give back")
-
-
-@pytest.mark.parametrize("node", [0, pytest.param(1, marks=AGAIN)])
-def test_what_has_passed_while_the_job_trained_on_is_no_news_when_an_agent_dies(
-    cluster: Cluster, tmp_path: Path, node: int
-) -> None:
-    word = tmp_path / "word"
-    word.write_text("+2")
-    cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
-    cluster.connect(0, 0, 1, 1)
-    for rank in cluster.job[2:]:
-        rank.notices = Sources("given", file=str(word)).fields()
-    cluster.enter()
-    cluster.await_event("notice.outcome")  # nobody has come to a step
-    until(lambda: [each["source"] for each in cluster.job[2].standing] == ["file"])
-    cluster.kill_agent(node)
-    for rank in cluster.job if node == 0 else cluster.job[2:]:
-        assert rank.lost.wait(60)
-    cluster.come_back(*([] if node == 0 else [node]))
-    await_standing(cluster, ["file"])
-    train(cluster.job, cluster.job[0].step + 20)
-    assert cluster.save("store")
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -294,7 +237,7 @@ def test_ranks_that_wait_for_the_last_commit_come_back_when_their_nodes_agent_di
     with Tasks("leave", pool_size=2) as tasks:
         first, second = (tasks.submit(rank.leave, "notice") for rank in job.job)
         assert job.job[0].wait_level(Version(job.job[0].step), "local")
-        until(lambda: job.status(0)["job"]["ranks"] == ["left", "left"])
+        wait_for(lambda: job.status(0)["job"]["ranks"] == ["left", "left"])
         job.kill_agent(1)
         with pytest.raises(AgentError):
             second.result(BOUND_S)
@@ -330,15 +273,15 @@ def test_agents_give_way_to_training_but_for_what_is_to_be_saved_before_a_deadli
     cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
     cluster.start(0, 1)
     cluster.save("peer", "store")
-    until(lambda: give_way(cluster) == [True, True])
+    wait_for(lambda: give_way(cluster) == [True, True])
     preempt(cluster, asked)
-    until(lambda: give_way(cluster) == [False, False])
+    wait_for(lambda: give_way(cluster) == [False, False])
     step = cluster.job[0].await_word(WordKind.HOLD)
     preempt(cluster, asked, cancel=True)
     await_standing(cluster, [])
     train(cluster.job, step + 3)
-    until(lambda: give_way(cluster) == [True, True])
+    wait_for(lambda: give_way(cluster) == [True, True])
     preempt(cluster, asked)
     leave(cluster)
-    until(lambda: give_way(cluster) == [False, False])
+    wait_for(lambda: give_way(cluster) == [False, False])
     together(cluster.job, lambda rank: rank.leave("notice"))

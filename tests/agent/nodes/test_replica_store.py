@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -18,6 +18,7 @@ from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.snapshot_handlers import SnapshotHandlers
+from ckpt.agent.replication.replica_offers import transfer_name
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.runtime.coroutines import Task, start
 from ckpt.agent.runtime.memory_plan import MemoryUse
@@ -36,91 +37,48 @@ from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.manifest import FRAME
 from ckpt.format.parity import Row
-from ckpt.ipc.arena import DATA_OFFSET, PAGE, Arena
+from ckpt.ipc.arena import DATA_OFFSET, PAGE
 from ckpt.ipc.messages import Message
+from ckpt.placement.placement import Replicas
 from ckpt.placement.rebuild import StagedRun, Striped
 from ckpt.store.packs import Written
 from ckpt.types import Epoch, Identity, Version
-from tests.agent.nodes.staged import Turned, close_arenas, identity, staged
+from tests.agent.nodes.fleet import Fleet
+from tests.agent.nodes.staged import MakeStaged, Turned, close_arenas, identity, staged
 from tests.agent.parts import bare_context
 
 HASHES_AT = 2048  # in an arena's header page, where it is said what they are
 
 
-class Carried:
-    """A transport that copies within the process, as much as the test lets it."""
+class Held:
+    """Node "a", which has snapshots, and node "b", which is to keep them."""
 
     def __init__(self) -> None:
-        self.offers: dict[str, tuple[memoryview, Frames]] = {}
-        self.broken: set[str] = set()
-        self.wrong: set[str] = set()  # these come from the offer of another name
-        self.stuck: set[str] = set()  # these come never, until they are called off
-        self.waiting: list[Callable[[], None]] = []
+        self.fleet = Fleet({"a": [0, 1], "b": []}, Replicas(1))
+        self.turned, self.originals = self.fleet.turned, self.fleet.arenas
+        self.giver, self.keeper = self.fleet.copies["a"], self.fleet.copies["b"]
 
-    def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool) -> None:
-        if name in self.offers:
-            raise AgentError(f"{name} is offered already")
-        self.offers[name] = source, frames
-
-    def withdraw(self, name: str) -> None:
-        del self.offers[name]
-
-    def fetch(
-        self, peer: str, addresses: Any, name: str, target: memoryview, frames: Frames, landed: Callable[[int], None]
-    ) -> Any:
-        return Carrying(self, name, target, frames, landed)
-
-
-class Carrying:
-    def __init__(
-        self, transport: Carried, name: str, target: memoryview, frames: Frames, landed: Callable[[int], None]
-    ) -> None:
-        self.completion: Future[None] = Future()
-        if name in transport.stuck:
-            return
-        if name in transport.broken or name not in transport.offers:
-            self.completion.set_exception(AgentError("the link was cut"))
-            return
-        source = transport.offers[name][0]
-        for number, (offset, length) in enumerate(frames.byte_ranges()):
-            target[offset : offset + length] = source[offset : offset + length]
-            landed(number)
-        self.completion.set_result(None)
-
-    def cancel(self) -> None:
-        if not self.completion.done():
-            self.completion.set_exception(AgentError("called off"))
-
-
-class Held:
-    """One who has snapshots and one who is to keep them."""
-
-    def __init__(self, turned: Turned) -> None:
-        self.turned = turned
-        self.transport = Carried()
-        self.giver, self.keeper = ReplicaStore(turned.workers, turned.post), ReplicaStore(turned.workers, turned.post)
-        self.originals: dict[Identity, dict[int, Arena]] = {}
+    def publish(self, which: Identity) -> list[DescribedSnapshot]:
+        arenas = self.originals[which] = self.originals.get(which) or staged(which, 2)
+        published = Task(self.giver.offers.publish(cast(Transport, self.fleet.links["a"]), which, arenas))
+        self.turned.until(lambda: published.is_settled)
+        return decode_described(encode_described(published.result()))
 
     def copy(self, which: Identity, broken: Sequence[int] = (), safe: Identity | None = None) -> str:
         """What is heard of it."""
-        arenas = self.originals.setdefault(which, {}) or staged(which, 2)
-        self.originals[which] = arenas
-        link = cast(Transport, self.transport)
-        published = Task(self.giver.offers.publish(link, which, arenas))
-        self.turned.until(lambda: published.is_settled)
-        self.transport.broken = {f"copy/{which}/{rank}" for rank in broken}
-        wanted = decode_described(encode_described(published.result()))
+        wanted = self.publish(which)
+        self.fleet.broken = {transfer_name(which, rank) for rank in broken}
         self.keeper.evict_superseded(which, safe, [each.arena_bytes for each in wanted])
         heard = self.fetch(which, wanted)
         self.turned.until(lambda: heard)
         self.giver.offers.withdraw(which)
-        assert not self.transport.offers
+        assert not self.fleet.links["a"].offers
         return heard[0]
 
     def fetch(self, which: Identity, wanted: Sequence[DescribedSnapshot], source: str = "a") -> list[str]:
         """What is heard of it: nothing yet, "" or the error."""
         heard: list[str] = []
-        link = cast(Transport, self.transport)
+        link = cast(Transport, self.fleet.links["b"])
         start(self.keeper.fetch_replicas(link, which, source, [], wanted), lambda _, error: heard.append(error))
         return heard
 
@@ -129,16 +87,12 @@ class Held:
         return {(each.version.step, rank) for each, rank in self.keeper.kept.arenas_by_key}
 
     def close(self) -> None:
-        self.giver.close()
-        self.keeper.close()
-        for arenas in self.originals.values():
-            for arena in arenas.values():
-                arena.close()
+        self.fleet.close()
 
 
 @pytest.fixture
-def held(turned: Turned) -> Iterator[Held]:
-    made = Held(turned)
+def held() -> Iterator[Held]:
+    made = Held()
     yield made
     made.close()
 
@@ -151,17 +105,12 @@ def test_a_copy_is_an_arena_that_holds_the_same(held: Held) -> None:
         at, length = original.tail()
         assert bytes(arena.view[: at + length]) == bytes(original.view[: at + length])
     assert held.kept() == {(5, 0), (5, 1)}
+    assert held.keeper.progress.count >= 2, "else who has asked for it would give up what takes long"
     assert held.copy(identity(5)) == "", "it is kept already"
 
 
-def test_a_copy_on_its_way_is_seen_to_move(held: Held) -> None:
-    """Else who has asked for it would give up what takes long (agent.moving)."""
-    assert held.copy(identity(5)) == ""
-    assert held.keeper.progress.count >= 2, "frames of two ranks came"
-
-
 def test_what_did_not_arrive_is_not_kept_and_the_reason_is_heard(held: Held) -> None:
-    assert "cut" in held.copy(identity(5), broken=[1])
+    assert "does not offer" in held.copy(identity(5), broken=[1])
     assert held.kept() == {(5, 0)}
     assert held.copy(identity(5)) == "", "the next attempt brings what was missing"
     assert held.kept() == {(5, 0), (5, 1)}
@@ -172,7 +121,7 @@ def test_what_is_on_its_way_from_an_agent_that_is_gone_is_given_up_at_once(held:
     assert held.copy(which) == ""
     told = describe_snapshots(which, held.originals[which])
     held.keeper.evict(which.__eq__)
-    held.transport.stuck = {f"copy/{which}/1"}
+    held.fleet.unending = {transfer_name(which, 1)}
     heard = held.fetch(which, told[1:])
     held.keeper.handle_disconnect("b")
     assert not heard
@@ -220,11 +169,9 @@ def test_what_attempts_under_several_placements_have_left_goes_for_the_next_once
 def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed: bool, held: Held) -> None:
     """Nobody would let go of it any more: the agent would stay for its sake. `landed`: all of it was there by then."""
     which = identity(5)
-    arenas = held.originals[which] = staged(which, 2)
-    published = Task(held.giver.offers.publish(cast(Transport, held.transport), which, arenas))
-    held.turned.until(lambda: published.is_settled)
-    held.transport.stuck = set() if landed else {f"copy/{which}/{rank}" for rank in arenas}
-    heard = held.fetch(which, published.result())
+    wanted = held.publish(which)
+    held.fleet.unending = set() if landed else {transfer_name(which, rank) for rank in (0, 1)}
+    heard = held.fetch(which, wanted)
     match how:
         case "a newer start has a whole checkpoint":
             held.keeper.evict_epochs_before(replace(which.epoch, number=which.epoch.number + 1))
@@ -235,7 +182,7 @@ def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed
     held.turned.until(lambda: heard)
     assert "nobody goes on from" in heard[0] if landed else "called off" in heard[0]
     assert held.kept() == set()
-    held.transport.stuck.clear()
+    held.fleet.unending.clear()
     assert held.copy(which) == "" or how == "a newer start has a whole checkpoint", "if it is wanted again, it may come"
     held.giver.offers.withdraw(which)
 
@@ -289,7 +236,7 @@ def test_who_asks_again_for_what_is_on_its_way_hears_when_it_is_there_or_that_it
     which = identity(1)
     arenas = held.originals[which] = staged(which, 1)
     wanted = describe_snapshots(which, arenas)
-    held.transport.stuck = {f"copy/{which}/0"}
+    held.fleet.unending = {transfer_name(which, 0)}
     first, again = held.fetch(which, wanted, "a"), held.fetch(which, wanted, "b")
     (coming,) = held.keeper._incoming.values()
     if comes:
@@ -366,7 +313,7 @@ def test_what_is_still_to_come_counts_though_no_page_of_it_is_taken_yet(held: He
     assert held.copy(identity(5)) == ""
     one = held.keeper.arenas.bytes
     held.keeper.arenas.set_limit(lambda: held.keeper.arenas.allocated_bytes + one + one // 2)
-    held.transport.stuck = {f"copy/{identity(10)}/{rank}" for rank in (0, 1)}
+    held.fleet.unending = {transfer_name(identity(10), rank) for rank in (0, 1)}
     arenas = held.originals.setdefault(identity(10), staged(identity(10), 2))
     heard = held.fetch(identity(10), decode_described(encode_described(describe_snapshots(identity(10), arenas))))
     assert held.keeper.arenas.allocated_bytes < held.keeper.arenas.bytes == 2 * one
@@ -446,48 +393,24 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     assert held.keeper.arenas.bytes <= 2 * one, "then it is let go of"
 
 
-def test_memory_of_copies_that_are_gone_is_used_again_and_no_more_is_held_than_one_generation_takes(held: Held) -> None:
-    for step in range(5, 50, 5):
-        assert held.copy(identity(step)) == ""
-        held.keeper.evict_older_than(identity(step))
-    one = sum(arena.size_bytes for arena in held.keeper.kept.arenas_by_key.values())
-    assert held.keeper.arenas.bytes <= 2 * one
-    held.keeper.evict(lambda each: True)
-    assert held.keeper.arenas.bytes == 0
-
-
 @pytest.mark.parametrize("until", [HASHES_AT, PAGE])
-def test_what_holds_something_else_than_it_should_is_not_kept(until: int, held: Held) -> None:
+def test_what_holds_something_else_than_it_should_is_not_kept(until: int, held: Held, make_staged: MakeStaged) -> None:
     """The giver's first page, so much of it, says that it is another step's."""
-    which = identity(5)
-    mine, other = staged(which, 2), staged(identity(6), 2)
-    try:
-        found = describe_snapshots(which, mine)
-        lied = [
-            replace(each, first_page=other[each.rank].header_page()[:until] + each.first_page[until:]) for each in found
-        ]
-        for rank in range(2):
-            held.transport.offers[f"copy/{which}/{rank}"] = mine[rank].view, found[rank].frames
-        heard = held.fetch(which, lied)
-        held.turned.until(lambda: heard)
-        assert "something else" in heard[0]
-        assert not held.keeper.kept.arenas_by_key
-        with pytest.raises(DamagedData):
-            describe_snapshots(which, other)
-    finally:
-        for arena in [*mine.values(), *other.values()]:
-            arena.close()
+    which, other = identity(5), make_staged(identity(6), 2)
+    found = held.publish(which)
+    lied = [
+        replace(each, first_page=other[each.rank].header_page()[:until] + each.first_page[until:]) for each in found
+    ]
+    heard = held.fetch(which, lied)
+    held.turned.until(lambda: heard)
+    assert "something else" in heard[0]
+    assert not held.keeper.kept.arenas_by_key
+    with pytest.raises(DamagedData):
+        describe_snapshots(which, other)
 
 
-def test_what_is_described_wrong_is_refused_with_an_agent_error() -> None:
-    import msgpack
-
-    arenas = staged(identity(5), 2)
-    try:
-        right = describe_snapshots(identity(5), arenas)
-    finally:
-        for arena in arenas.values():
-            arena.close()
+def test_what_is_described_wrong_is_refused_with_an_agent_error(make_staged: MakeStaged) -> None:
+    right = describe_snapshots(identity(5), make_staged(identity(5), 2))
     rows = msgpack.unpackb(encode_described(right))
     again = decode_described(msgpack.packb(rows))
     assert [(each.rank, each.arena_bytes, each.first_page) for each in again] == [

@@ -52,12 +52,16 @@ class Made:
             *(network, copies, service, WHICH),
             nodes=lambda: [NodeAt(name, (), (number,)) for number, name in enumerate(self.nodes)],
             own=Inventory,
-            rebuild=self._rebuild,
+            rebuild=self.rebuild,
             guard=lambda what: what(),
             later=lambda delay_s, what: self.waits.append(delay_s),
             emit=lambda name, text, loud, data: self.events.append((name, data)),
             report=self.said.append,
         )
+
+    async def rebuild(self, held: Inventory) -> None:
+        self.rebuilding.append(Promise())
+        await self.rebuilding[-1]
 
     def begin(self, copies: int = 1, lends: Mapping[str, int] = PLENTY) -> None:
         assert self.job.is_due
@@ -78,10 +82,6 @@ class Made:
             asked.answer({}, [msgpack.packb(held.fields())])
 
         self.each("survey", answer)
-
-    async def _rebuild(self, held: Inventory) -> None:
-        self.rebuilding.append(Promise[None]())
-        await self.rebuilding[-1]
 
     def tend(self, copies: int = 1) -> list[str]:
         """Which sources are asked."""

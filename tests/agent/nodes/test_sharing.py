@@ -232,21 +232,6 @@ def test_ranks_that_come_one_after_the_other_and_want_other_frames_each_read_not
     assert job.reads() == Counter(range(FRAMES))
 
 
-def test_a_rank_that_asks_while_another_still_has_the_same_frames_gets_them_too(job: Job) -> None:
-    first = job.agents[0].rank()
-    first.deaf = True
-    mine = HOMES.frames_of(1)[:10].tolist()
-    job.agents[0].restore.request(first, mine)
-    job.loop.until(lambda: first.regions)
-    (second,) = job.restore(0, frames=mine)
-    job.until_restored([second])
-    assert len(second.got) == 10
-    job.agents[0].restore.acknowledge_frames(first, mine, [])
-    job.loop.until(lambda: first.outcome)
-    assert first.outcome["sources"] == second.outcome["sources"] == {"peer": 10 * FRAME_BYTES}
-    assert job.agents[0].heard.count("frames-read") < 5
-
-
 def test_a_home_that_says_nothing_is_done_without(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home_client, "HOME_TIMEOUT_S", 0.3)
     monkeypatch.setattr(home_client, "CHECK_S", 0.05)

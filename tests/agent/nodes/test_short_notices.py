@@ -1,5 +1,5 @@
 """How much time a notice leaves to one of two nodes decides what becomes of the last step: real agents, whose links to
-the store and to each other are limited. A commit takes seconds, copies take less unless they are held back."""
+the store are limited. A commit takes seconds, copies take less unless they are held back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 from ckpt.errors import AgentError
 from ckpt.ipc.notice_sources import Sources
-from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
 from ckpt.threads import Tasks
 from ckpt.types import Version
 from tests.agent.node.test_agent import wait_for
@@ -23,11 +22,9 @@ from tests.agent.nodes.test_relayed_notices import one_step
 STORE = 2e5  # bytes a second of each agent's
 
 
-def start(
-    cluster: Cluster, word: Path, peer_bandwidth: float | None = None, doomed: int = 1, store: float = STORE
-) -> int:
+def start(cluster: Cluster, word: Path, doomed: int = 1, store: float = STORE) -> int:
     """Two nodes, of which one looks for that file; a first checkpoint shows what saving takes. Its step."""
-    limits = {"memory": None, "bandwidth": store, "peer_bandwidth": peer_bandwidth}
+    limits = {"memory": None, "bandwidth": store, "peer_bandwidth": None}
     policy = {"steps": 100_000, "seconds": None}
     cluster.options = {**cluster.options, "policy": policy, "limits": limits, "codec": "raw"}
     cluster.connect(0, 1)[doomed].notices = Sources("given", file=str(word)).fields()
@@ -97,24 +94,6 @@ def test_where_it_is_the_coordinators_own_node_that_goes_the_other_one_commits_t
     cluster.hang_up()
     wait_for(lambda: len(line(cluster.url)) > 1)
     assert [identity.version.step for identity in line(cluster.url)] == [first, step]
-
-
-@pytest.mark.parametrize(
-    ("lead_s", "peer_bandwidth", "level"), [(30.0, None, "store"), (5.0, float(PEER_BANDWIDTH_MIN), "local")]
-)
-def test_with_more_time_it_is_committed_and_with_less_that_is_said(
-    cluster: Cluster, tmp_path: Path, lead_s: float, peer_bandwidth: float | None, level: str
-) -> None:
-    first = start(cluster, tmp_path / "word", peer_bandwidth)
-    step = warn(cluster, tmp_path / "word", lead_s)
-    with Tasks("leave", pool_size=2) as tasks:
-        answers = [tasks.submit(rank.leave, "notice") for rank in cluster.job]
-        told = outcome(cluster)
-        assert (told["level"], told["step"]) == (level, step)
-        assert told["committed_step"] == (step if level == "store" else first)
-        assert told["left_s"] >= 0
-        for answer in answers:  # the machine stays: it is committed all the same
-            assert answer.result(BOUND_S)["committed"] == str(Version(step))
 
 
 def test_a_commit_under_way_is_broken_off_on_all_nodes_for_the_last_one_which_is_there_in_time_then(

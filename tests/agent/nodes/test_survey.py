@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,23 +12,22 @@ import msgpack
 import pytest
 
 from ckpt.agent.job.job_replication import JobReplication
-from ckpt.agent.replication.replicate import Assignment, replicate
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated, newest_replicated
-from ckpt.agent.runtime.coroutines import Task, spawn
+from ckpt.agent.runtime.coroutines import Task
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state.accounting import Accounting
 from ckpt.agent.state.cost_model import CostModel
 from ckpt.agent.state.replica_state import NO_PEER_MEMORY, SUPERSEDED, ReplicaState
-from ckpt.ipc.arena import PAGE
-from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
-from ckpt.placement.placement import Kept
+from ckpt.placement.placement import Kept, Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.types import Epoch, Identity, Version
-from tests.agent.nodes.test_replication_sim import ADDRESS, Cell, Holder, Sim, cells
+from tests.agent.nodes.fleet import Fleet
+from tests.agent.nodes.staged import Net, identity
+from tests.agent.nodes.test_rebuild import FOUR, UNEVEN, Make, make
 
-__all__ = ["cells"]
+__all__ = ["make"]
 
 EPOCH, BEFORE = Epoch(2, "0" * 16), Epoch(1, "0" * 16)
 
@@ -102,98 +103,82 @@ def test_of_what_a_node_says_only_the_epoch_that_is_asked_for_counts() -> None:
     assert finding.result() == SafeCheckpoint(None, None)
 
 
-class Pair:
-    """A coordinator, and a memory-only node that lends exactly twice the state."""
-
-    def __init__(self) -> None:
-        self.sim = Sim(1)
-        self.sim.break_rate = 0.0
-        self.lead, self.lender = (self.sim.nodes[self.sim.add()] for _ in range(2))
-        self.lender.copies.arenas.set_limit(lambda: 2 * (PAGE + 16))
-        self.nodes = [NodeAt(self.lead.agent_name, ADDRESS, (0,)), NodeAt(self.lender.agent_name, ADDRESS, ())]
-        self.wanted = [Assignment(self.lender.agent_name, {self.lead.agent_name: (0,)})]
-
-    def copy(self, step: int, safe: Identity | None, is_safe: bool | None = True) -> str:
-        """What is heard of it; to that it is said whether it `is_safe`."""
-        cell = Cell()
-        cell.fill(at(step), 0, 1)
-        self.lead.own[at(step), 0] = cell
-        said: list[str] = []
-        services = cast(Any, self.lead), self.lead.copies, self.lead.service, self.nodes
-
-        def then(error: str) -> bool | None:
-            said.append(error)
-            return is_safe
-
-        spawn(replicate(*services, at(step), self.wanted, then, safe))
-        while not said:
-            self.sim.turn()
-        return said[0]
-
-    def deaf(self, holder: Holder) -> None:
-        """What is told to it is lost."""
-        holder.told = lambda by, fields: None  # type: ignore[method-assign]
-
-    def find(self) -> SafeCheckpoint | None:
-        finding = Task(find_replicated(cast(Any, self.lead), self.nodes, self.lead.inventory(), EPOCH, (1,)))
-        while not finding.is_settled:
-            self.sim.turn()
-        return finding.result()
+LENT = {"a": [0], "b": [1], "m": list[int]()}  # the last is a memory-only node: of one parity it keeps all
 
 
-def test_a_node_that_lends_twice_the_state_takes_new_copies_of_a_coordinator_that_was_started_again() -> None:
-    """It died after a second checkpoint had come there, and before it could say that this is safe."""
-    pair = Pair()
-    assert pair.copy(1, None) == ""
-    while pair.sim.turn():
-        pass
-    pair.deaf(pair.lender)
-    assert pair.copy(2, at(1)) == ""
-    assert set(pair.lender.copies.kept.identities) == {at(1), at(2)}
-    assert "not left" in pair.copy(3, None), "what is safe is not known, and nothing goes"
-    assert pair.find() == SafeCheckpoint(at(2), at(2))
-    assert pair.copy(3, at(2)) == ""
-    assert set(pair.lender.copies.kept.identities) == {at(2), at(3)}
+def outlives(fleet: Fleet, which: Identity, losses: int) -> bool:
+    """Whether it comes back whichever of so many nodes are lost."""
+    for gone in itertools.combinations(fleet.ranks, losses):
+        left = Inventory()
+        for name in fleet.ranks.keys() - set(gone):
+            left.merge(fleet.keeps(name), name)
+        if which not in left.complete_checkpoints():
+            return False
+    return True
 
 
-@pytest.mark.parametrize("is_safe", [False, None])
-def test_nothing_goes_anywhere_for_copies_that_all_came_before_whoever_asked_says_that_they_are_safe(
-    is_safe: bool | None,
+@pytest.mark.parametrize("ranks", [FOUR, UNEVEN, LENT, {"a": [0, 1], "b": [2]}])
+@pytest.mark.parametrize("option", [Parity(3, 1), Parity(2, 2), Parity(1, 1), Replicas(1)])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_found_is_what_outlives_the_losses_asked_for_or_as_many_as_what_others_were_told(
+    make: Make, ranks: Mapping[str, Sequence[int]], option: Parity | Replicas, again: bool
 ) -> None:
-    """None: he made a mistake."""
-    pair = Pair()
-    assert pair.copy(1, None) == ""
-    assert pair.copy(2, at(1), is_safe) == ""
-    while pair.sim.turn():
-        pass
-    assert set(pair.lender.copies.kept.identities) == {at(1), at(2)}
-    assert pair.lead.copies.announced_replicated == pair.lender.copies.announced_replicated == at(1)
+    """The second had all its replicas when the coordinator died, and nobody was told. `again`: what that kept for
+    others went with its agent, of both; else it lost no more than what it knew."""
+    fleet = make(ranks, option)
+    assert fleet.protect(identity(5)) == ""
+    fleet.deaf = set(ranks)
+    assert fleet.protect(identity(10), safe=identity(5)) == ""
+    fleet.copies["a"].announced_replicated = identity(5)
+    kept_some = bool(fleet.kept("a"))
+    if again:
+        fleet.restart("a")
+    losses = min(kept.losses_max for kept in fleet.placed(identity(10)).protected_states)
+    whole = max((each for each in (identity(5), identity(10)) if outlives(fleet, each, losses)), default=None)
+    assert whole == (None if again and kept_some else identity(10))
+    assert fleet.find(identity(10)) == SafeCheckpoint(identity(10), whole)
 
 
-def test_nothing_goes_for_copies_that_did_not_come_whatever_is_said_of_them() -> None:
-    pair = Pair()
-    assert pair.copy(1, None) == ""
-    pair.sim.break_rate = 1.0
-    assert pair.copy(2, at(1)) != ""
-    assert pair.lead.copies.announced_replicated == at(1)
+@pytest.mark.parametrize("option", [Parity(2, 1), Replicas(1)])
+def test_a_node_that_lends_twice_the_state_takes_new_copies_of_a_coordinator_that_was_started_again(
+    make: Make, option: Parity | Replicas
+) -> None:
+    """It died after a second checkpoint had come there, and before it could say that this is safe."""
+    fleet = make({"a": [0], "m": []} if isinstance(option, Replicas) else LENT, option)
+    assert fleet.protect(identity(5)) == ""
+    lent_bytes = 2 * fleet.copies["m"].arenas.used_bytes
+    fleet.copies["m"].arenas.set_limit(lambda: lent_bytes)
+    fleet.deaf = {"b", "m"}
+    assert fleet.protect(identity(10), safe=identity(5)) == ""
+    fleet.restart("a")
+    assert fleet.kept("m") == {5, 10}
+    assert re.search("no room|not left", fleet.protect(identity(15))), "what is safe is not known, and nothing goes"
+    assert fleet.find(identity(10)) == SafeCheckpoint(identity(10), identity(10))
+    assert fleet.protect(identity(15), safe=identity(10)) == ""
+    assert fleet.kept("m") == {10, 15}
 
 
-def test_while_a_node_does_not_answer_nothing_is_known() -> None:
-    pair = Pair()
-    assert pair.copy(1, None) == ""
-    pair.sim.lose(pair.lender.agent_name)
-    assert pair.find() is None
+@pytest.mark.parametrize("option", [Parity(3, 1), Replicas(1)])
+def test_while_a_node_does_not_answer_nothing_is_known(make: Make, option: Parity | Replicas) -> None:
+    fleet = make(FOUR, option)
+    assert fleet.protect(identity(5)) == ""
+    fleet.gone = {"c"}
+    assert fleet.find(identity(5)) is None
+
+
+def test_nothing_goes_for_replicas_that_all_came_before_the_job_says_that_they_are_safe(make: Make) -> None:
+    fleet = make(FOUR, Replicas(1))
+    assert fleet.protect(identity(5)) == ""
+    assert "meanwhile" in fleet.protect(identity(10), identity(5), fleet.copying.lost)
+    assert all(fleet.kept(name) == {5, 10} for name in FOUR)
+    assert {copies.announced_replicated for copies in fleet.copies.values()} == {identity(5)}
 
 
 def test_an_answer_that_cannot_be_read_is_none() -> None:
-    class Net:
-        agent_name = "a"
-
-        def request(self, name: str, fields: Any, blobs: Any, then: Any) -> None:
-            then(Message({}, [], [msgpack.packb(5)]), "")
-
-    nodes = [NodeAt(name, (), ()) for name in "ab"]
-    assert Task(find_replicated(cast(Any, Net()), nodes, keeps(None), EPOCH, (1,))).result() is None
+    net, nodes = Net(), [NodeAt(name, (), ()) for name in "ab"]
+    finding = Task(find_replicated(cast(Any, net), nodes, keeps(None), EPOCH, (1,)))
+    net.asked[0].answer({}, [msgpack.packb(5)])
+    assert finding.result() is None
 
 
 class Carried:
@@ -328,20 +313,22 @@ def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(
     assert carried.ended("") is goes
 
 
-def test_what_is_found_to_be_safe_as_a_whole_does_not_go_for_a_part_of_what_is_newer() -> None:
+@pytest.mark.parametrize(
+    ("changed", "found", "why"),
+    [
+        ({"would_reduce_protection": True}, SafeCheckpoint(at(5), at(5)), NO_PEER_MEMORY),
+        ({"would_reduce_protection": True}, SafeCheckpoint(at(9), at(9)), SUPERSEDED),
+        ({"is_replication_on": False}, SafeCheckpoint(at(5), None), "no other node has memory left"),
+    ],
+)
+def test_what_is_found_to_be_safe_may_be_a_reason_to_copy_nothing(
+    changed: dict[str, bool], found: SafeCheckpoint, why: str
+) -> None:
     carried = Carried()
     carried.replicate()
-    carried.replicas.would_reduce_protection = True
-    carried.finding.pop()(SafeCheckpoint(at(5), at(5)))
-    assert carried.heard == [NO_PEER_MEMORY]
-
-
-def test_what_is_not_copied_since_a_newer_one_is_found_to_be_safe_is_not_said_to_have_no_room() -> None:
-    carried = Carried()
-    carried.replicate()
-    carried.replicas.would_reduce_protection = True
-    carried.finding.pop()(SafeCheckpoint(at(9), at(9)))
-    assert carried.heard == [SUPERSEDED]
+    vars(carried.replicas).update(changed)
+    carried.finding.pop()(found)
+    assert why in carried.heard.pop()
 
 
 def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not_whole() -> None:
@@ -364,18 +351,10 @@ def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_
     copies = SimpleNamespace(
         inventory=lambda: Inventory(announced_replicated=Identity(BEFORE, Version(9))),
     )
-    node = NodeAt("a", (ADDRESS,), (0, 1, 2))
+    node = NodeAt("a", (), (0, 1, 2))
     replication_manager = ReplicationManager(
         cast(Any, SimpleNamespace(agent_name="a")), cast(Any, copies), cast(Any, None), (node,), None
     )
     said: list[SafeCheckpoint | None] = []
     replication_manager.find_replicated(EPOCH, carried.known, [at(3)], 3, said.append)
     assert said == [SafeCheckpoint(at(3), None)]
-
-
-def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:
-    carried = Carried()
-    carried.replicate()
-    carried.replicas.is_replication_on = False
-    carried.finding.pop()(SafeCheckpoint(at(5), None))
-    assert "no other node has memory left" in carried.heard.pop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import queue
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,13 +13,13 @@ import pytest
 
 from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.agent.restore.sources import open_session
-from ckpt.agent.runtime.workers import Workers
 from ckpt.errors import AgentError, DamagedData, NotFound, StorageError, TransientError
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import FRAME, PLACE, Manifest
 from ckpt.ipc.file_list import FileList
 from ckpt.ipc.messages import Message
 from ckpt.types import Epoch, Identity, Version
+from tests.agent.nodes.staged import Turned
 from tests.agent.receiver import Rank
 
 FRAME_BYTES = 1000
@@ -81,26 +80,24 @@ class Full(Rank):
         super().send(fields, fds)
 
 
-class Loop:
-    """The agent's main thread, run by the test."""
+class Loop(Turned):
+    """The agent's main thread, and the restore that it serves."""
 
     def __init__(self) -> None:
-        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        super().__init__()
         self.timers: list[Callable[[], None]] = []
-        self.workers = Workers(self.post)
         self.restore: RestoreSession
         self.ranks: list[Rank] = []
 
-    def post(self, what: Callable[[], None]) -> None:
-        self.posted.put(what)
-
-    def run(self, until: Callable[[], bool]) -> None:
-        while not until():
-            self.posted.get(timeout=30)()
-
-    def rank(self) -> Rank:
-        self.ranks.append(Rank(self.post, self))
+    def rank(self, kind: type[Rank] = Rank) -> Rank:
+        self.ranks.append(kind(self.post, self))
         return self.ranks[-1]
+
+    def ended(self, rank: Rank) -> dict[str, Any]:
+        """What the rank was told in the end."""
+        self.until(lambda: rank.outcome is not None)
+        assert rank.outcome is not None
+        return rank.outcome
 
     def begin(
         self, count: int, reader: Reader | Failing | None, world: int = 1, window_bytes: int = 1 << 20
@@ -117,7 +114,7 @@ def loop() -> Iterator[Loop]:
     made = Loop()
     yield made
     made.restore.close()
-    made.workers.close()
+    made.close()
     for rank in made.ranks:
         rank.close()
 
@@ -128,7 +125,7 @@ def test_all_of_a_store_passes_through_a_bounded_window_and_is_read_once_for_all
     ranks = [loop.rank() for _ in range(3)]
     for rank in ranks:
         restore.request(rank, range(100))
-    loop.run(lambda: all(rank.outcome for rank in ranks))
+    loop.until(lambda: all(rank.outcome for rank in ranks))
     for rank in ranks:
         assert rank.got == {frame: raw(frame) for frame in range(100)}
         assert rank.outcome == {"t": "fetch-ended", "ok": True, "message": "", "sources": {"store": 100 * FRAME_BYTES}}
@@ -142,25 +139,17 @@ def test_a_rank_that_comes_alone_is_served_when_the_others_do_not_come(loop: Loo
     restore.request(rank, [1, 2])
     assert rank.outcome is None
     loop.timers.pop()()
-    loop.run(lambda: rank.outcome is not None)
+    assert loop.ended(rank)["ok"]
     assert set(rank.got) == {1, 2}
-
-
-def test_a_request_for_nothing_is_answered(loop: Loop) -> None:
-    restore = loop.begin(10, None)
-    rank = loop.rank()
-    restore.request(rank, [])
-    assert rank.outcome is not None
-    assert rank.outcome["ok"]
 
 
 def test_a_frame_that_no_source_has_ends_the_fetch_with_its_name(loop: Loop) -> None:
     restore = loop.begin(10, Reader(Source(manifest(10)), broken={3}))
     rank = loop.rank()
     restore.request(rank, range(10))
-    loop.run(lambda: rank.outcome is not None)
-    assert not rank.outcome["ok"]
-    assert "frame 3" in rank.outcome["message"]
+    outcome = loop.ended(rank)
+    assert not outcome["ok"]
+    assert "frame 3" in outcome["message"]
 
 
 def test_a_frame_that_arrives_damaged_from_the_last_source_ends_the_fetch(loop: Loop) -> None:
@@ -168,7 +157,7 @@ def test_a_frame_that_arrives_damaged_from_the_last_source_ends_the_fetch(loop: 
     rank = loop.rank()
     rank.deaf = True
     restore.request(rank, [4])
-    loop.run(lambda: bool(rank.regions) and loop.posted.empty())
+    loop.until(lambda: bool(rank.regions) and loop.is_idle)
     restore.acknowledge_frames(rank, [], [4])
     assert rank.outcome is not None
     assert not rank.outcome["ok"]
@@ -191,19 +180,16 @@ def test_only_what_is_damaged_is_told_as_damaged_where_a_record_cannot_be_opened
     restore = loop.begin(10, Failing(error))
     rank = loop.rank()
     restore.request(rank, [4])
-    loop.run(lambda: rank.outcome is not None)
-    assert not rank.outcome["ok"]
-    assert rank.outcome["kind"] == kind
+    outcome = loop.ended(rank)
+    assert (outcome["ok"], outcome["kind"]) == (False, kind)
 
 
 def test_a_mistake_of_the_agents_own_is_not_told_as_damage(loop: Loop) -> None:
     restore = loop.begin(10, Reader(Source(manifest(10))))
-    rank = Full(loop.post, loop)
-    loop.ranks.append(rank)
+    rank = loop.rank(Full)
     restore.request(rank, [4])
-    loop.run(lambda: rank.outcome is not None)
-    assert not rank.outcome["ok"]
-    assert rank.outcome["kind"] == "agent"
+    outcome = loop.ended(rank)
+    assert (outcome["ok"], outcome["kind"]) == (False, "agent")
 
 
 def test_the_same_checkpoint_under_another_numbering_is_found_by_hash(loop: Loop) -> None:
@@ -220,7 +206,7 @@ def test_the_same_checkpoint_under_another_numbering_is_found_by_hash(loop: Loop
     restore = loop.begin(10, Reordered(Source(reordered)))
     rank = loop.rank()
     restore.request(rank, range(10))
-    loop.run(lambda: rank.outcome is not None)
+    loop.ended(rank)
     assert rank.got == {frame: raw(frame) for frame in range(10)}
 
 
@@ -237,9 +223,9 @@ def test_a_rank_that_dies_does_not_hold_up_the_others(loop: Loop) -> None:
     dead.deaf = True
     for rank in (dead, alive):
         restore.request(rank, range(50))
-    loop.run(lambda: bool(dead.regions))
+    loop.until(lambda: bool(dead.regions))
     restore.drop_request(dead)
-    loop.run(lambda: alive.outcome is not None)
+    loop.ended(alive)
     assert len(alive.got) == 50
     assert dead.outcome is None
 
@@ -249,7 +235,7 @@ def test_closing_ends_a_read_that_waits_for_room(loop: Loop) -> None:
     rank = loop.rank()
     rank.deaf = True
     restore.request(rank, range(50))
-    loop.run(lambda: bool(rank.regions))
+    loop.until(lambda: bool(rank.regions))
     restore.close()  # the fixture's end of the lanes would hang otherwise
 
 
@@ -301,7 +287,7 @@ def test_ranks_read_a_folder_by_themselves_and_the_agent_reads_nothing(loop: Loo
     ranks = [reading(loop), reading(loop)]
     for rank in ranks:
         restore.request(rank, range(2, 10))
-    loop.run(lambda: all(rank.outcome for rank in ranks))
+    loop.until(lambda: all(rank.outcome for rank in ranks))
     assert reader.reads == []
     for rank in ranks:
         assert rank.outcome == {"t": "fetch-ended", "ok": True, "message": "", "sources": {"store": 8 * FRAME_BYTES}}
@@ -317,7 +303,7 @@ def test_what_a_rank_cannot_read_in_the_folder_the_agent_brings(loop: Loop) -> N
     restore = of_folder(loop, reader)
     rank = reading(loop, wrong={3, 7})
     restore.request(rank, range(10))
-    loop.run(lambda: rank.outcome is not None)
+    loop.ended(rank)
     assert rank.outcome == {"t": "fetch-ended", "ok": True, "message": "", "sources": {"store": 10 * FRAME_BYTES}}
     assert rank.got == {frame: raw(frame) for frame in (3, 7)}
     assert reader.reads == [3, 7]
@@ -329,9 +315,9 @@ def test_what_the_agent_finds_damaged_in_the_folder_too_ends_the_fetch(loop: Loo
     restore = of_folder(loop, reader)
     rank = reading(loop, wrong={3})
     restore.request(rank, range(10))
-    loop.run(lambda: rank.outcome is not None)
-    assert not rank.outcome["ok"]
-    assert "frame 3" in rank.outcome["message"]
+    outcome = loop.ended(rank)
+    assert not outcome["ok"]
+    assert "frame 3" in outcome["message"]
 
 
 def test_a_rank_that_is_gone_is_told_of_no_file(loop: Loop) -> None:
@@ -340,6 +326,6 @@ def test_a_rank_that_is_gone_is_told_of_no_file(loop: Loop) -> None:
     restore.request(rank, range(10))
     restore.drop_request(rank)
     restore.request(other, range(10))
-    loop.run(lambda: other.outcome is not None)
+    loop.ended(other)
     assert rank.listed == []
     assert other.outcome["ok"]

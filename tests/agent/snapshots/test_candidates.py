@@ -23,63 +23,55 @@ def view(*claims: Claim, commits: tuple[Identity, ...] = (), retired: tuple[Iden
     return RunView(claims, frozenset(c.epoch for c in claims), refs, gone, frozenset(), {})
 
 
-def test_nothing_anywhere_is_a_fresh_run() -> None:
-    assert find_candidates(view(), []) == []
-    assert choose_epoch(view(), [], []).number == 1
+FIRST, SECOND = Claim(ONE, None), Claim(TWO, at(ONE, 30))
+DOWN = [MemoryEpoch(FIRST, (at(ONE, 30),)), MemoryEpoch(SECOND, ())]  # the store was down for the second start
+LEFT = MemoryEpoch(None, (at(ONE, 30), at(ONE, 40)))  # nobody is left who was there in the first epoch
+
+# What the store says, what memory has, and of each candidate: its step, whether memory has it, its records.
+CASES = {
+    "nothing anywhere": (view(), [], []),
+    "the newest comes first": (view(FIRST, commits=(at(ONE, 10), at(ONE, 20))), [], [(20, False, 1), (10, False, 1)]),
+    "memory has a newer one": (
+        view(FIRST, commits=(at(ONE, 10),)),
+        [MemoryEpoch(FIRST, (at(ONE, 20),))],
+        [(20, True, 0), (10, False, 1)],
+    ),
+    "both have it": (view(FIRST, commits=(at(ONE, 10),)), [MemoryEpoch(FIRST, (at(ONE, 10),))], [(10, True, 1)]),
+    "a later start went on from an older one": (
+        view(FIRST, Claim(TWO, at(ONE, 10)), commits=(at(ONE, 10),)),
+        [MemoryEpoch(FIRST, (at(ONE, 20),))],
+        [(10, False, 1)],
+    ),
+    "the store does not answer": (None, DOWN, [(30, True, 0)]),
+    "the store never heard of the second start": (
+        view(FIRST, commits=(at(ONE, 10),)),
+        DOWN,
+        [(30, True, 0), (10, False, 1)],
+    ),
+    "who keeps it came later, and the store knows its epoch": (
+        view(FIRST),
+        [LEFT, MemoryEpoch(SECOND, ())],
+        [(30, True, 0)],
+    ),
+    "who keeps it came later, and knows what it went on from": (
+        None,
+        [LEFT, MemoryEpoch(Claim(TWO, at(ONE, 30), (Ancestor(ONE, None),)), ())],
+        [(30, True, 0)],
+    ),
+    "nothing says anything about it": (view(), [LEFT], []),
+    "it was retired": (
+        view(FIRST, commits=(at(ONE, 10), at(ONE, 20)), retired=(at(ONE, 20),)),
+        [MemoryEpoch(FIRST, (at(ONE, 20),))],
+        [(10, False, 1)],
+    ),
+}
 
 
-def test_the_newest_of_the_line_comes_first() -> None:
-    found = find_candidates(view(Claim(ONE, None), commits=(at(ONE, 10), at(ONE, 20))), [])
-    assert [each.identity.version.step for each in found] == [20, 10]
-    assert not found[0].in_memory
-
-
-def test_memory_that_is_newer_than_the_store_wins() -> None:
-    claim = Claim(ONE, None)
-    found = find_candidates(view(claim, commits=(at(ONE, 10),)), [MemoryEpoch(claim, (at(ONE, 20),))])
-    assert [(each.identity.version.step, each.in_memory) for each in found] == [(20, True), (10, False)]
-
-
-def test_at_equal_identity_memory_is_used_and_the_store_stands_behind_it() -> None:
-    claim = Claim(ONE, None)
-    found = find_candidates(view(claim, commits=(at(ONE, 10),)), [MemoryEpoch(claim, (at(ONE, 10),))])
-    assert [(each.in_memory, len(each.records)) for each in found] == [(True, 1)]
-
-
-def test_memory_of_a_branch_that_the_run_has_left_is_no_candidate() -> None:
-    """A later start went on from step 10; what this node holds of step 20 is a branch."""
-    first, second = Claim(ONE, None), Claim(TWO, at(ONE, 10))
-    found = find_candidates(view(first, second, commits=(at(ONE, 10),)), [MemoryEpoch(first, (at(ONE, 20),))])
-    assert [each.identity for each in found] == [at(ONE, 10)]
-
-
-def test_epochs_that_the_store_never_heard_of_are_on_the_line() -> None:
-    """The store was down for the second start, which died without a checkpoint of its own."""
-    first, second = Claim(ONE, None), Claim(TWO, at(ONE, 30))
-    remembered = [MemoryEpoch(first, (at(ONE, 30),)), MemoryEpoch(second, ())]
-    for known in (None, view(first, commits=(at(ONE, 10),))):
-        assert find_candidates(known, remembered)[0].identity == at(ONE, 30)
-        assert choose_epoch(known, remembered, []).number == 3
-
-
-@pytest.mark.parametrize("in_store", [True, False])
-def test_what_memory_has_of_an_epoch_is_on_the_line_though_nobody_who_was_there_is_left(in_store: bool) -> None:
-    """Who keeps it came later, and knows only what the later start knew."""
-    behind = () if in_store else (Ancestor(ONE, None),)
-    remembered = [MemoryEpoch(None, (at(ONE, 30), at(ONE, 40))), MemoryEpoch(Claim(TWO, at(ONE, 30), behind), ())]
-    found = find_candidates(view(Claim(ONE, None)) if in_store else None, remembered)
-    assert [(each.identity, each.in_memory) for each in found] == [(at(ONE, 30), True)]
-    assert choose_epoch(None, remembered, []).number == 3
-
-
-def test_what_nothing_says_anything_about_is_no_candidate() -> None:
-    assert find_candidates(view(), [MemoryEpoch(None, (at(ONE, 30),))]) == []
-
-
-def test_what_was_retired_is_no_candidate() -> None:
-    claim = Claim(ONE, None)
-    retired = view(claim, commits=(at(ONE, 10), at(ONE, 20)), retired=(at(ONE, 20),))
-    assert [each.identity for each in find_candidates(retired, [MemoryEpoch(claim, (at(ONE, 20),))])] == [at(ONE, 10)]
+@pytest.mark.parametrize("case", CASES)
+def test_a_start_goes_on_from_the_newest_of_the_line_and_from_memory_first(case: str) -> None:
+    found = find_candidates(*CASES[case][:2])
+    assert [(each.identity.version.step, each.in_memory, len(each.records)) for each in found] == CASES[case][2]
+    assert {each.identity.epoch for each in found} <= {ONE}
 
 
 def test_a_line_that_cannot_be_followed_is_an_error_and_not_a_fresh_run() -> None:
@@ -88,8 +80,10 @@ def test_a_line_that_cannot_be_followed_is_an_error_and_not_a_fresh_run() -> Non
 
 
 def test_a_new_epoch_is_above_all_that_is_known_anywhere() -> None:
-    unclaimed = Claim(TWO, at(ONE, 5), (Ancestor(ONE, None),))
-    assert choose_epoch(view(Claim(ONE, None)), [MemoryEpoch(unclaimed, ())], [THREE]).number == 4
+    unclaimed = MemoryEpoch(Claim(TWO, at(ONE, 5), (Ancestor(ONE, None),)), ())
+    assert choose_epoch(view(), [], []).number == 1
+    assert choose_epoch(None, DOWN, []).number == choose_epoch(view(FIRST), [unclaimed], []).number == 3
+    assert choose_epoch(view(FIRST), [unclaimed], [THREE]).number == 4
 
 
 @pytest.mark.parametrize(
