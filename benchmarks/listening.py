@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import ckpt
-from benchmarks.report import Row, parser, report
+from benchmarks.report import Row, environment, parser, report
 from tests.checkpointer.runs import agent_status
 from tests.preemption.fakes import FakeService, serving
 from tests.preemption.test_aws import Ec2
@@ -131,17 +131,6 @@ def listened_to() -> Iterator[dict[str, tuple[ckpt.Every | ckpt.Adaptive, dict[s
             "the node's signals": (never, signals),
             "all at once, on Azure": (ckpt.Adaptive(), {**on_azure, **signals}),
         }
-
-
-@contextlib.contextmanager
-def environment(wanted: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import gc
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from benchmarks.report import Row, parser, report, timed
+from benchmarks.report import Row, environment, parser, report, timed
 from benchmarks.simulated import RANKS, Saved, sharded_layout, simulated_job
 from ckpt import storage
 from ckpt.agent.snapshots.division import RankContents, make_division, parse_layout
@@ -278,20 +277,6 @@ def opened(url: str) -> Iterator[Run]:
         yield Run(backend)
     finally:
         backend.close()
-
-
-@contextlib.contextmanager
-def environment(given: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # --- what is printed --------------------------------------------------------------------------------------------

@@ -113,11 +113,6 @@ class Coordinator(AgentProcess):
         made.traffic = self._traffic
         return made
 
-    def happens(self, what: Callable[[], None], delay_s: float = 0.0) -> None:
-        before, self.world.owner = self.world.owner, self
-        self.world.at(delay_s, lambda: self.turn(what))
-        self.world.owner = before
-
     def turn(self, what: Callable[[], None]) -> None:
         """Is handled in the next turn of the loop, with all else that has come by then."""
         self._waiting.append(what)

@@ -30,7 +30,7 @@ from ckpt.simulate.outcome import RestoredFrom
 from ckpt.simulate.trace import EventKind, Trace, TraceEvent
 from tests.checkpointer.scripts import Line, lines_of
 from tests.nodes.lan import Lan, Place
-from tests.servers import KEY_ID, REGION, SECRET, START_S, program
+from tests.servers import KEY_ID, SECRET, START_S, Server, program
 
 GRACE_S = 3.0
 POLL_S = 0.01
@@ -191,13 +191,7 @@ class SpotRun:
         return f"{self.net.hub.at['own']}:{STORE_PORT}"
 
     def _store_variables(self) -> Mapping[str, str]:
-        return {
-            "AWS_ENDPOINT_URL": f"http://{self._store_at}",
-            "AWS_ACCESS_KEY_ID": KEY_ID,
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_REGION": REGION,
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
+        return Server("rclone", f"http://{self._store_at}", "bucket").environment()
 
     def end_store(self) -> None:
         """Ends this run's server, so that the next run has one of its own."""

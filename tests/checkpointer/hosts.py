@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from tests.checkpointer.runs import LATER
 from tests.checkpointer.scripts import say_line
 from tests.uncompiled import leave_compiler_out
 
-LATER = ckpt.Every(steps=10**6)  # nothing is appointed
 ROWS, COLUMNS = 1000, 16
 PATIENCE_S = 120.0
 

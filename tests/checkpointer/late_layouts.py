@@ -1,15 +1,13 @@
 """Late copies of sharded and replicated models, by a copier that stops between tensors wherever training may run into
-it: torchrun --nproc-per-node 4 -m tests.checkpointer.late_layouts FOLDER.
+it: a check of four ranks (tests/checkpointer/ranks.py).
 
 Each layout is trained until every rank has copied late some times, and each step is saved while the next one runs. Rank
-0 compares what is in the store with what the model and its optimizer held after that step, and each rank prints how
-often it copied late.
+0 compares what is in the store with what the model and its optimizer held after that step.
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +22,8 @@ from ckpt.store.run import Run
 from ckpt.trainer.loop import entry
 from ckpt.types import SMALL_BYTES
 from tests.checkpointer.layouts import distributed, whole
-from tests.checkpointer.loops import wait_agent_gone
-from tests.checkpointer.scripts import say_line
+from tests.checkpointer.ranks import Job
+from tests.checkpointer.runs import LATER
 from tests.cli.stores import opened
 from tests.store.build import read_all
 from tests.trainer.snapshots import TearingCopier
@@ -79,17 +77,18 @@ def differing(url: Path, expected: dict[int, dict[str, str]]) -> list[str]:
     return [*wrong, *(f"step {step} is not there" for step in expected.keys() - found)]
 
 
-def train(url: Path, kind: str, rank: int, world: int) -> dict[str, object]:
+def train(job: Job, kind: str) -> dict[str, object]:
+    url = job.folder / kind
     torch.manual_seed(1)
     copier = TearingCopier()
     entry.make_copier = lambda: copier
     plain = Net(copier)
-    model = distributed(kind, plain, world, parts=("first", "last"))
+    model = distributed(kind, plain, dist.get_world_size(), parts=("first", "last"))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     expected: dict[int, dict[str, str]] = {}
     handles: list[ckpt.Handle] = []
-    late, policy = 0, ckpt.Every(steps=10**6)
-    with ckpt.Checkpointer(url, {"model": model, "optim": optim}, policy=policy, codec="raw") as ck:
+    late = 0
+    with ckpt.Checkpointer(url, {"model": model, "optim": optim}, policy=LATER, codec="raw") as ck:
         for step in ck.steps(STEPS_MAX):
             before = copier.copied_late
             copier.copy_some()
@@ -108,25 +107,19 @@ def train(url: Path, kind: str, rank: int, world: int) -> dict[str, object]:
                 break
         for handle in handles:
             handle.wait("store", timeout_s=60)
-    dist.barrier()
+    job.ended(url)
     wrong = []
-    if rank == 0:
-        wait_agent_gone(url)
+    if job.rank == 0:
         wrong = differing(url, expected)
         shutil.rmtree(url)
     dist.barrier()
     return {"wrong": wrong, "late": late, "fell_back": ck.receipt["fell_back"]}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    assert 4 * WIDTH * INNER // world >= SMALL_BYTES
-    for kind in KINDS:
-        say_line({"rank": rank, "kind": kind, **train(Path(sys.argv[1], kind), kind, rank, world)})
-    dist.destroy_process_group()
+def late_copies(job: Job) -> dict[str, object]:
+    """By layout: how often this rank copied late, and what was not as it should be."""
+    assert 4 * WIDTH * INNER // dist.get_world_size() >= SMALL_BYTES
+    return {kind: train(job, kind) for kind in KINDS}
 
 
-if __name__ == "__main__":
-    main()
+CHECKS = (late_copies,)

@@ -38,7 +38,7 @@ class Job:
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optim": self.optim, "sched": self.sched}
 
-    def train(self, step: int) -> float:
+    def train(self, step: int, state: object = None) -> float:
         x = torch.randn(8, 16) + random.random() + float(np.random.rand())
         loss = self.model(x).square().mean()
         self.optim.zero_grad()

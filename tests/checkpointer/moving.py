@@ -1,27 +1,15 @@
-"""Training loops whose state lies in other memory after each step, or is made anew whenever it is asked for.
-
-    python -m tests.checkpointer.moving KIND URL STEPS EVERY
-
-says at the end of each step what the state is, and first which step was restored and what the state is then. Also under
-torchrun, with DDP.
-"""
+"""States that lie in other memory after each step, or are made anew whenever they are asked for: jobs of the training
+script, by the names of KINDS."""
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
-
-import ckpt
-from tests.checkpointer.scripts import say_line
 
 WIDE = 96  # a weight of it is large enough to be copied under the next step
 
@@ -49,7 +37,7 @@ class Job:
         loss.backward()
         return loss
 
-    def train(self, state: dict[str, Any]) -> None:
+    def train(self, step: int, state: dict[str, Any]) -> None:
         self.loss()
         self.optim.step()
 
@@ -67,8 +55,8 @@ class Rate(Job):
         super().__init__()
         self.optim = torch.optim.Adam(self.model.parameters(), lr=torch.tensor(1e-2))
 
-    def train(self, state: dict[str, Any]) -> None:
-        super().train(state)
+    def train(self, step: int, state: dict[str, Any]) -> None:
+        super().train(step, state)
         for group in self.optim.param_groups:
             group["lr"] = group["lr"] * 0.99
 
@@ -83,7 +71,7 @@ class Quasi(Job):
         super().__init__()
         self.optim = torch.optim.LBFGS(self.model.parameters(), lr=0.01, max_iter=2, history_size=3)
 
-    def train(self, state: dict[str, Any]) -> None:
+    def train(self, step: int, state: dict[str, Any]) -> None:
         self.optim.step(lambda: self.loss().item())
 
 
@@ -112,8 +100,8 @@ class Value(Job):
     def more(self) -> dict[str, Any]:
         return {"y": torch.zeros(5000)}
 
-    def train(self, state: dict[str, Any]) -> None:
-        super().train(state)
+    def train(self, step: int, state: dict[str, Any]) -> None:
+        super().train(step, state)
         state["y"] = state["y"] + 1
 
     def seen(self, state: dict[str, Any]) -> list[Any]:
@@ -142,8 +130,8 @@ class Clones(Job):
     def more(self) -> dict[str, Any]:
         return {"average": self.average}
 
-    def train(self, state: dict[str, Any]) -> None:
-        super().train(state)
+    def train(self, step: int, state: dict[str, Any]) -> None:
+        super().train(step, state)
         self.average.mean += torch.rand(5000, generator=self.average.dice)
 
     def seen(self, state: dict[str, Any]) -> list[Any]:
@@ -171,28 +159,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
-
-
-def main() -> None:
-    kind, url, steps, every = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    job = KINDS[kind]()
-    job.begin()
-    with ckpt.Checkpointer(url, job.state, policy=ckpt.Every(steps=every)) as ck:
-        if ck.restored.step:
-            say_line({"rank": rank, "restored": ck.restored.step, "bits": bits(job, ck.state)})
-        for step in ck.steps(steps):
-            job.train(ck.state)
-            say_line({"rank": rank, "step": step, "bits": bits(job, ck.state)})
-            ck.step()  # which does not return where all leave
-            time.sleep(0.01)
-    say_line({"rank": rank, "ended": ck.receipt["committed_step"], "fell_back": ck.receipt["fell_back"]})
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,6 @@ Fault model, for each request that a rule of `fail` picks (the newest rule that 
     answer(status, code)  it is answered with that error, and the server never hears of it
     RESET                 the connection is reset before the server hears of it
     LOST_REPLY            the server does it, and the connection ends without a reply
-    CUT                   the reply ends in the middle of its body
     HELD                  it waits until `heal()`, and is passed on then, even if its client is dead: it lands late
 
 `met` is the log of the requests that met a fault, as "PUT run/commits/x" lines; `heard` of all. Everything
@@ -46,7 +45,7 @@ class Fault:
 
 SLICE_BYTES = 256 << 10  # of what goes through a limited link at once
 
-RESET, LOST_REPLY, CUT, HELD = Fault("reset"), Fault("lost reply"), Fault("cut"), Fault("held")
+RESET, LOST_REPLY, HELD = Fault("reset"), Fault("lost reply"), Fault("held")
 
 
 def answer(status: int, code: str) -> Fault:
@@ -231,11 +230,9 @@ class _Handler(FaultyHandler):
         elif fault.status:
             body = f"<Error><Code>{fault.code}</Code><Message>planned</Message></Error>".encode()
             self._reply(fault.status, [], body)
-        elif fault == LOST_REPLY:
+        else:
             self._ask_server([data])
             self.lose_reply()
-        else:
-            self._reply(*self._ask_server([data]), cut=True)
 
     def _note(self, key: str) -> None:
         self.server.heard.append((self.command, key, self.headers.get("x-amz-content-sha256", "")))
@@ -263,7 +260,7 @@ class _Handler(FaultyHandler):
             reply = to.getresponse()
             return reply.status, reply.getheaders(), reply.read()
 
-    def _reply(self, status: int, headers: Headers, body: bytes, cut: bool = False) -> None:
+    def _reply(self, status: int, headers: Headers, body: bytes) -> None:
         self.send_response_only(status)
         is_head = self.command == "HEAD"
         for name, value in headers:
@@ -274,9 +271,5 @@ class _Handler(FaultyHandler):
         if not is_head:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if is_head:
-            return
-        if cut:
-            self.write_half(body)
-            return
-        self.wfile.write(body)
+        if not is_head:
+            self.wfile.write(body)

@@ -19,9 +19,10 @@ from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from ckpt.threads import Tasks
 from ckpt.types import Identity
-from tests.checkpointer.loops import Job, make, wait_agent_gone
+from tests.checkpointer.loops import make, wait_agent_gone
 from tests.servers import Server
 
+LATER = ckpt.Every(steps=10**6)  # nothing is appointed
 RUN = "runs/one"  # its place in the bucket of a server
 URL = f"s3://bucket/{RUN}"
 
@@ -81,20 +82,31 @@ class Ended:
 def run(
     url: str | os.PathLike[str],
     steps: int,
-    job: Job | None = None,
+    job: Any = None,
     at: Callable[[ckpt.Checkpointer, int], None] = lambda ck, step: None,
     more: dict[str, Any] | None = None,
     **options: Any,
 ) -> Ended:
-    """Trains up to `steps`, from a job of another seed unless it is given one: what it gets right is restored. `at`: is
-    called in each step behind its update. `more`: of the state."""
-    job, losses, seen = job or make(seed=9), [], Seen()
-    with ckpt.Checkpointer(url, job.state | (more or {}), sinks=(seen,), **options) as ck:
+    """Trains up to `steps`: a job, by default one of another seed, so that what it gets right is restored; or nothing,
+    where it is the state alone. `at`: is called in each step behind its update. `more`: of the state."""
+    job = job or make(seed=9)
+    state, losses, seen = job if isinstance(job, dict) else job.state, list[float](), Seen()
+    with ckpt.Checkpointer(url, state | more if more else state, sinks=(seen,), **options) as ck:
         for step in ck.steps(steps):
-            losses.append(job.train(step))
+            if not isinstance(job, dict):
+                losses.append(job.train(step))
             at(ck, step)
     wait_agent_gone(url)
     return Ended(losses, ck, seen)
+
+
+def restore(url: str | os.PathLike[str], state: dict[str, Any], **options: Any) -> ckpt.Checkpointer:
+    """A start, once the agent of the one before has gone, that trains nothing and has ended, agent and all."""
+    wait_agent_gone(url)
+    with ckpt.Checkpointer(url, state, **options) as ck:
+        pass
+    wait_agent_gone(url)
+    return ck
 
 
 def saving(*steps: int) -> Callable[[ckpt.Checkpointer, int], None]:

@@ -1,44 +1,30 @@
 """How much time there is decides what is saved, over a link that is slow: real processes, a real server behind a proxy.
+tests/agent/preemption has all cases on a clock of their own.
 
-The link is a gigabit per second and the state a gibibyte, both by a sixteenth: a commit takes some nine seconds,
-however fast the machine is. It takes longer where other tests keep that busy, so a notice that is to leave time for one
-goes by what the first one took. What is looked at is what the outcome says, and what the store then holds when
-everything else is gone; not how long it took.
+A commit takes some nine seconds, however fast the machine is, and longer where other tests keep that busy: a notice
+that is to leave time for one goes by what the first one took. What is looked at is what the outcome says, and what the
+store then holds when everything else is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.checkpointer.notices import (
-    CODE,
-    ENDLESS,
-    MODULE,
-    appear,
-    at_step,
-    code_of,
-    last_steps,
-    left_in_the_store,
-    said,
-    wait_outcome,
-)
-from tests.checkpointer.notices import SELDOM as EVERY
+from tests.checkpointer.notices import CODE, ENDLESS, SELDOM, appear, said, wait_outcome
 from tests.checkpointer.notices import given as given  # a fixture, for every test here
-from tests.checkpointer.proxy import HELD, Proxy
+from tests.checkpointer.proxy import Proxy
 from tests.checkpointer.runs import URL, agent_status
-from tests.checkpointer.scripts import Script, torchrun, train
+from tests.checkpointer.scripts import Script, train
 
 MIB = 64
 LINK = 1e9 / 8 / 16  # bytes per second
-WORDS = ("--mib", str(MIB), "--pace", "0.1")  # the training itself leaves the processors to other tests
-SELDOM = (*WORDS, *EVERY)
+WORDS = (*SELDOM, "--mib", str(MIB), "--pace", "0.1")  # the training itself leaves the processors to other tests
 
 
 @pytest.fixture
@@ -82,59 +68,10 @@ def goes(script: Script, agent: psutil.Process) -> None:
 def holds(store: Proxy, tmp_path: Path, step: int) -> None:
     """The next start, which finds nothing but the store, goes on from that step, with that step's content."""
     store.limit(float("inf"))
-    again = train(tmp_path / "again", URL, step, *SELDOM, CKPT_NOTICES="off")
+    again = train(tmp_path / "again", URL, step, *WORDS, CKPT_NOTICES="off")
     begun = again.wait_for(lambda line: "restored" in line)
     assert (begun["restored"], begun["level"]) == (step, "store")
     again.end()
-
-
-def test_two_minutes_are_enough_for_a_commit_and_most_of_them_are_left(tmp_path: Path, link: Proxy) -> None:
-    script = train(tmp_path / "log", URL, ENDLESS, *SELDOM, CKPT_SIGTERM_S="120")
-    begun(script)
-    at_step(script)
-    script.process.terminate()
-    assert code_of(script, 150) == CODE
-    found = left_in_the_store(tmp_path)
-    assert found["left_s"] > 60
-    assert found["step"] == last_steps(script, 1)[0]
-    holds(link, tmp_path, found["step"])
-
-
-@pytest.mark.torchrun
-def test_torchruns_half_a_minute_is_enough_for_a_commit_of_what_is_a_commit_apart(tmp_path: Path, link: Proxy) -> None:
-    """It is signalled while a third of the first commit is done: that one ends first."""
-    script = torchrun(tmp_path / "log", 2, MODULE, URL, str(ENDLESS), *WORDS, "--every", "20")
-    begun(script)
-    link.wait_carried((1 + MIB // 3) << 20)
-    script.process.terminate()
-    assert code_of(script) not in (0, -signal.SIGKILL)
-    found = left_in_the_store(tmp_path)
-    assert found["left_s"] > 0
-    assert last_steps(script) == [found["step"]] * 2
-    assert found["step"] > 20
-    holds(link, tmp_path, found["step"])
-
-
-def test_what_is_complete_is_committed_first_where_another_commit_would_come_too_late(
-    tmp_path: Path, link: Proxy
-) -> None:
-    """A commit takes 14 s, the first one shows. The second one is all but done when a notice says 12 s."""
-    link.limit(MIB * 2**20 / 14)
-    script = noticing(tmp_path, 20, 40)
-    committed(script, 20)
-    agent = psutil.Process(agent_status(URL)["pid"])
-    link.fail(HELD, "PUT", "*/commits/*")
-    link.limit(float("inf"))
-    link.wait_met("*/commits/*")
-    appear(tmp_path, 12)
-    script.wait_for(lambda line: line.get("event") == "notice")
-    link.limit(LINK / 2)  # what is taken once that is done does not get into the store any more
-    link.heal()
-    found = wait_outcome(tmp_path, script)
-    goes(script, agent)
-    assert (found["how"], found["level"], found["committed_step"]) == ("left", "local", 40)
-    assert found["step"] > 40
-    holds(link, tmp_path, 40)
 
 
 def test_a_commit_under_way_is_broken_off_where_the_last_one_would_come_too_late_behind_it(
@@ -176,25 +113,9 @@ def test_a_deadline_that_comes_nearer_while_the_last_commit_is_under_way_is_hear
     holds(link, tmp_path, 20)
 
 
-def test_a_snapshot_is_taken_however_late_it_is_and_said_to_be_in_memory_only_where_it_is(
-    tmp_path: Path, link: Proxy
-) -> None:
-    script = noticing(tmp_path, 20)
-    committed(script, 20)
-    agent = psutil.Process(agent_status(URL)["pid"])
-    appear(tmp_path, 5)
-    found = wait_outcome(tmp_path, script)
-    goes(script, agent)
-    assert found["notices"] == [f"file {tmp_path / 'word'}"]
-    assert found["left_s"] >= 0
-    assert (found["how"], found["level"], found["committed_step"]) == ("left", "local", 20)
-    assert found["step"] > 20
-    holds(link, tmp_path, 20)
-
-
 def noticing(tmp_path: Path, *saves: int) -> Script:
     """It saves after these steps, and else when it is told that the machine goes away."""
-    words = ("--save-at", *map(str, saves))
-    script = train(tmp_path / "log", URL, ENDLESS, *SELDOM, *words, CKPT_NOTICE_FILE=str(tmp_path / "word"))
+    words = (*WORDS, "--save-at", *map(str, saves))
+    script = train(tmp_path / "log", URL, ENDLESS, *words, CKPT_NOTICE_FILE=str(tmp_path / "word"))
     begun(script)
     return script

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import ckpt
-from tests.checkpointer.loops import make, wait_agent_gone
+from tests.checkpointer.loops import make
+from tests.checkpointer.runs import run
 
 
 def test_a_run_leaves_one_file_of_what_happened_in_the_trainer_and_in_the_agent(
@@ -17,13 +17,7 @@ def test_a_run_leaves_one_file_of_what_happened_in_the_trainer_and_in_the_agent(
 ) -> None:
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv("CKPT_EVENTS", str(path))
-    heard: list[ckpt.Event] = []
-    for steps in (5, 8):
-        job = make()
-        with ckpt.Checkpointer(tmp_path / "run", job.state, sinks=(heard.append,)) as ck:
-            for step in ck.steps(steps):
-                job.train(step)
-        wait_agent_gone(tmp_path / "run")
+    heard = [event for steps in (5, 8) for event in run(tmp_path / "run", steps, make()).seen.events]
     found = [json.loads(line) for line in path.read_text().splitlines()]
     by_trainer = [each["event"] for each in found if each["by"] == "trainer"]
     assert by_trainer == ["loader.missing", "receipt", "restored", "loader.missing", "receipt"]

@@ -36,13 +36,14 @@ def test_every_named_step_of_the_run_is_saved_however_short_the_steps_are(tmp_pa
 
 def test_a_due_save_that_fails_is_counted_and_training_goes_on(tmp_path: Path) -> None:
     state: dict[str, Any] = {"x": torch.zeros(3)}
-    seen = Seen()
-    with ckpt.Checkpointer(tmp_path, state, policy=ckpt.Every(steps=2), sinks=(seen,)) as ck:
-        for step in ck.steps(6):
-            state["bad"] = object() if step == 4 else 0
-    assert seen.committed == [2, 6]
-    assert seen.named("save.failed")
-    assert ck.receipt["missed"] == 1
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        state["bad"] = object() if step == 4 else 0
+
+    ended = run(tmp_path, 6, state, at, policy=ckpt.Every(steps=2))
+    assert ended.seen.committed == [2, 6]
+    assert ended.seen.named("save.failed")
+    assert ended.ck.receipt["missed"] == 1
 
 
 @pytest.mark.parametrize("what", ["nothing", "value", "tensor", "data", "draw"])

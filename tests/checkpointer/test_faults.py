@@ -29,10 +29,7 @@ def packs(url: Path, step: int) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("what", "damage"),
-    [*(("pack", how) for how in ("flip", "truncate", "empty", "remove")), ("record", "flip"), ("record", "truncate")],
-)
+@pytest.mark.parametrize(("what", "damage"), [("pack", "flip"), ("pack", "remove"), ("record", "truncate")])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_loudly(
     two: tuple[Path, list[float]], what: str, damage: str
 ) -> None:
@@ -42,7 +39,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_loudly(
     data = bytearray(file.read_bytes())
     if damage == "flip":
         data[7::64] = bytes(byte ^ 0x10 for byte in data[7::64])  # a single one may lie between two frames
-    file.write_bytes(data if damage == "flip" else data[: len(data) // 2] if damage == "truncate" else b"")
+    file.write_bytes(data[: len(data) // 2] if damage == "truncate" else data)
     if damage == "remove":
         file.unlink()
     again = run(url, 8)
@@ -59,24 +56,11 @@ def test_a_start_whose_every_checkpoint_is_damaged_is_an_error_and_never_fresh(t
         run(two[0], 8)
 
 
-def test_a_folder_of_something_else_is_a_fresh_start_that_harms_nothing(tmp_path: Path) -> None:
-    (tmp_path / "commits").mkdir()
-    (tmp_path / "commits" / "notes.txt").write_text("mine")
-    (tmp_path / "readme").write_text("mine too")
-    assert run(tmp_path, 2).from_step == 0
-    assert (tmp_path / "commits" / "notes.txt").read_text() == "mine"
-
-
 def test_a_url_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_EVENTS", str(tmp_path / "events.jsonl"))  # whose thread ends with such an entry, too
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ckpt.CkptError, match="file"):
         run(tmp_path / "file", 2)
-
-
-def test_a_wrong_url_is_a_usage_error() -> None:
-    with pytest.raises(ckpt.UsageError, match="s3://"):
-        ckpt.Checkpointer("s3:bucket/run", {})
 
 
 def test_a_second_job_elsewhere_on_a_living_run_is_refused(tmp_path: Path, runtime_dir: Path) -> None:

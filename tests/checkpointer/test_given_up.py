@@ -9,10 +9,8 @@ import pytest
 import ckpt
 from ckpt.trainer.link.agent_connection import FAILED_RESTARTS_MAX
 from tests.checkpointer.loops import losses, make
-from tests.checkpointer.runs import Seen, kill_agent
+from tests.checkpointer.runs import LATER, Seen, kill_agent
 from tests.checkpointer.watched import calls_watched
-
-LATER = ckpt.Every(steps=10**6)  # nothing is appointed
 
 
 def test_a_job_whose_agent_is_given_up_trains_to_its_end_and_waits_for_nothing_there(tmp_path: Path) -> None:

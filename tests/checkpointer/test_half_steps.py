@@ -381,12 +381,6 @@ def test_a_checkpointer_is_entered_once(tmp_path: Path) -> None:
     assert came_back(tmp_path) == (2, (2, 2))
 
 
-def test_what_is_saved_cannot_be_replaced_without_a_word(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    with pytest.raises(AttributeError, match="state"):
-        run.ck.state = {}  # type: ignore[misc]
-
-
 def test_a_loop_over_steps_within_another_one_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(ckpt.UsageError, match=r"a loop over ck\.steps\(\) has run within"), run.ck as ck:  # noqa: PT012

@@ -17,7 +17,7 @@ from ckpt.store.commit import Committer
 from ckpt.store.lineage import Claim
 from ckpt.store.run import Run
 from tests.checkpointer.loops import wait_agent_gone
-from tests.checkpointer.runs import Seen
+from tests.checkpointer.runs import Seen, restore, run
 from tests.store.build import Tensor, epoch, identity, snapshot
 
 
@@ -58,11 +58,10 @@ def test_training_begins_with_the_weights_of_a_file(tmp_path: Path, source) -> N
         for _ in ck.steps(1):
             with torch.no_grad():
                 model.weight.fill_(7.0)
-    wait_agent_gone(tmp_path / "run")
     again = nn.Linear(4, 3)
-    with ckpt.Checkpointer(tmp_path / "run", {"model": again, "other": torch.zeros(2)}, init=path) as ck:
-        assert ck.restored.step == 1, "init= counts only where the run has no checkpoint"
-        assert torch.all(again.weight == 7.0)
+    ck = restore(tmp_path / "run", {"model": again, "other": torch.zeros(2)}, init=path)
+    assert ck.restored.step == 1, "init= counts only where the run has no checkpoint"
+    assert torch.all(again.weight == 7.0)
 
 
 def pickled(folder: Path) -> Path:
@@ -103,16 +102,14 @@ class SaysItself(nn.Linear):
 def test_without_strict_a_new_head_keeps_its_weights_and_the_rest_is_filled(tmp_path: Path, kind) -> None:
     """From a file and from a run; what is left as it was is said."""
     body = nn.Linear(4, 3)
-    with ckpt.Checkpointer(tmp_path / "source", {"model": nn.ModuleDict({"body": body, "head": kind(3, 1)})}) as ck:
-        list(ck.steps(1))
-    wait_agent_gone(tmp_path / "source")
+    run(tmp_path / "source", 1, {"model": nn.ModuleDict({"body": body, "head": kind(3, 1)})})
     save_file({f"body.{name}": value for name, value in body.state_dict().items()}, tmp_path / "w.safetensors")
     for source, why in (("source", "has shape"), ("w.safetensors", "is not there")):
         seen, head = Seen(), kind(3, 5)
         model = nn.ModuleDict({"body": nn.Linear(4, 3), "head": head, "tail": kind(2, 2)})
         before = {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("body")}
-        run = tmp_path / f"from-{source}"
-        with ckpt.Checkpointer(run, {"model": model}, init=tmp_path / source, strict=False, sinks=(seen,)):
+        url, given = tmp_path / f"from-{source}", {"init": tmp_path / source, "strict": False}
+        with ckpt.Checkpointer(url, {"model": model}, sinks=(seen,), **given):
             now = model.state_dict()
         assert torch.equal(now["body.weight"], body.weight)
         assert all(torch.equal(now[name], value) for name, value in before.items())
@@ -181,10 +178,7 @@ class Turned(nn.Linear):
 
 def test_a_module_is_told_in_which_version_of_its_format_a_run_saved_it(tmp_path: Path) -> None:
     saved, other = nn.Sequential(Turned(3, 3)), nn.Sequential(Turned(3, 3))
-    with ckpt.Checkpointer(tmp_path / "source", {"model": saved}) as ck:
-        for _ in ck.steps(1):
-            pass
-    wait_agent_gone(tmp_path / "source")
+    run(tmp_path / "source", 1, {"model": saved})
     with ckpt.Checkpointer(tmp_path / "run", {"model": other}, init=tmp_path / "source"):
         assert torch.equal(other[0].weight, saved[0].weight)
 

@@ -51,8 +51,8 @@ passes_usr1_on = pytest.mark.skipif(
     reason="torchrun passes SIGUSR1 on since torch 2.9",
 )
 Test = TypeVar("Test", bound=Callable[..., None])
-# By name. That of one process is the first test of test_notices.py.
-ROWS: set[str] = {"`python train.py`"}
+# By name. These are the first test of test_notices.py, tests/examples/test_slurm.py and test_manifests.py.
+ROWS = {"`python train.py`", "Slurm, preemption or `scontrol requeue`", "Kubernetes, torchrun is PID 1"}
 
 
 def row(name: str) -> Callable[[Test], Test]:
@@ -195,39 +195,15 @@ def test_a_usr1_that_torchrun_does_not_handle_ends_it_and_not_its_workers(tmp_pa
 
 
 @pytest.mark.torchrun
-@row("Slurm, preemption or `scontrol requeue`")
-def test_every_process_of_a_slurm_step_gets_sigterm_and_the_requeued_job_goes_on(tmp_path: Path) -> None:
-    script = two_ranks(tmp_path, restarts=1, SLURM_JOB_ID="7", CKPT_HEARTBEAT_S="300")
-    at_step(script)
-    agent = int(agent_status(tmp_path / "run")["pid"])
-    for pid in (agent, *ranks_of(script).values(), script.process.pid):
-        os.kill(pid, signal.SIGTERM)
-    assert code_of(script) not in (0, -signal.SIGKILL)
-    step = left_in_the_store(tmp_path)["step"]
-    assert last_steps(script) == [step] * 2
-    assert outcome(tmp_path)["launch"] == "7"
-    again = two_ranks(tmp_path, name="again", SLURM_JOB_ID="7", CKPT_HEARTBEAT_S="300")
-    at_step(again, step + 5)
-    assert restored(again.lines()) == [(0, step)] * 2
-    assert not (tmp_path / "outcome.json").exists(), "that of the former start was left"
-    again.process.terminate()
-    assert code_of(again) not in (0, -signal.SIGKILL)
-    left_in_the_store(tmp_path)
-
-
-@pytest.mark.torchrun
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=passes_usr1_on)])
-def test_workers_of_loaders_get_the_signal_too_and_all_ranks_leave_at_one_step(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_workers_of_loaders_get_the_signal_too_and_all_ranks_leave_at_one_step(tmp_path: Path) -> None:
     """From Slurm, and from a torchrun that passes it on to the process groups of its ranks."""
-    script = two_ranks(tmp_path, "--workers", "2", SLURM_JOB_ID="7", **USR1_HANDLED)
+    script = two_ranks(tmp_path, "--workers", "2", SLURM_JOB_ID="7")
     at_step(script)
     step_of_slurm = psutil.Process(script.process.pid)
     everybody = [step_of_slurm, *step_of_slurm.children(recursive=True)]
     assert len(everybody) >= 1 + 2 + 4
     for process in everybody:
-        process.send_signal(number)
+        process.terminate()
     assert code_of(script) not in (0, -signal.SIGKILL)
     step = left_in_the_store(tmp_path)["step"]
     assert last_steps(script) == [step] * 2
@@ -354,21 +330,6 @@ def test_a_grace_period_that_does_not_suffice_is_not_waited_out_and_that_is_writ
     assert again.wait_for(lambda line: "restored" in line)["restored"] == found["committed_step"]
     again.process.terminate()
     assert code_of(again) == CODE
-
-
-@needs_container
-@pytest.mark.torchrun
-@row("Kubernetes, torchrun is PID 1")
-def test_a_torchrun_that_is_pid_1_ends_after_its_workers_and_so_after_the_commit(tmp_path: Path) -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("--max-restarts", "1", *training(tmp_path / "run", *SELDOM)[1:]),
-    ]
-    pod = Container(tmp_path / "log", *command)
-    at_step(pod.script)
-    assert pod.stop(60) not in (0, -signal.SIGKILL)
-    assert last_steps(pod.script) == [left_in_the_store(tmp_path)["step"]] * 2
-    goes_on_from(tmp_path, outcome(tmp_path)["step"])
 
 
 @needs_container

@@ -56,11 +56,6 @@ def copied(folder: Path, to: Path) -> str:
     return str(shutil.copytree(folder, to))
 
 
-def test_three_ranks_restore_every_layout_from_the_store(four: Path, tmp_path: Path) -> None:
-    args = "load", copied(four, tmp_path / "copy"), "store"
-    assert restored(launch(tmp_path / "records", 3, *args)) == PAIRS
-
-
 def test_two_ranks_restore_what_four_saved_and_what_eight_did_that_had_restored_it(four: Path, tmp_path: Path) -> None:
     eight = tmp_path / "eight"
     eight.mkdir()

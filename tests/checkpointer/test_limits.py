@@ -133,14 +133,14 @@ def test_memory_that_holds_no_snapshot_fails_saves_and_not_the_training(tmp_path
 
 def test_small_commits_keep_to_the_bandwidth_together(tmp_path: Path) -> None:
     """Six times 1 MiB, which no codec shrinks, at 1 MiB/s: only the first may go at once."""
-    table, seen = torch.empty(MIB, dtype=torch.uint8), Seen()
+    table = torch.empty(MIB, dtype=torch.uint8)
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        table.random_(generator=torch.Generator().manual_seed(step))
+        saving(1, 2, 3, 4, 5)(ck, step)
+
     options: dict[str, Any] = {"generators": False, "codec": "raw", "limits": ckpt.Limits(bandwidth=MIB)}
-    with ckpt.Checkpointer(tmp_path / "run", {"table": table}, sinks=(seen,), **options) as ck:
-        for step in ck.steps(6):
-            table.random_(generator=torch.Generator().manual_seed(step))
-            saving(1, 2, 3, 4, 5)(ck, step)
-    wait_agent_gone(tmp_path / "run")
-    done = seen.named("commit.done")
+    done = run(tmp_path / "run", 6, {"table": table}, at, **options).seen.named("commit.done")
     assert len(done) == 6
     assert sum(event.data["seconds"] for event in done) >= 2.5
 
@@ -220,22 +220,15 @@ def test_the_time_that_entering_takes_is_not_unsaved(tmp_path: Path, monkeypatch
     """A long restore must not end a job in its first step; here another job is watched for two heartbeats."""
     monkeypatch.setenv("CKPT_HEARTBEAT_S", "3")
     begin(tmp_path, closed=False)
-    job, began_s = make(), time.monotonic()
-    with ckpt.Checkpointer(tmp_path, job.state, limits=ckpt.Limits(unsaved_s=5.5)) as ck:
-        assert time.monotonic() - began_s > 5.5
-        for step in ck.steps(1):
-            job.train(step)
-    wait_agent_gone(tmp_path)
+    began_s, entered_s = time.monotonic(), list[float]()
+    at = lambda ck, step: entered_s.append(time.monotonic())  # noqa: E731
+    run(tmp_path, 1, None, at, limits=ckpt.Limits(unsaved_s=5.5))
+    assert entered_s[0] - began_s > 5.5
 
 
 def test_a_user_is_told_that_an_interval_is_longer_than_he_wants_to_be_without_a_commit(tmp_path: Path) -> None:
-    job, seen = make(), Seen()
-    given: dict[str, Any] = {"limits": ckpt.Limits(unsaved_s=600), "policy": ckpt.Every(seconds=600)}
-    with ckpt.Checkpointer(tmp_path, job.state, sinks=(seen,), **given) as ck:
-        for step in ck.steps(1):
-            job.train(step)
+    seen = run(tmp_path, 1, limits=ckpt.Limits(unsaved_s=600), policy=ckpt.Every(seconds=600)).seen
     assert [event.loud for event in seen.named("policy.seldom")] == [True]
-    wait_agent_gone(tmp_path)
 
 
 def test_a_job_whose_commits_land_is_not_unsaved(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import ckpt
 from tests.checkpointer.loops import make, wait_agent_gone
-from tests.checkpointer.runs import Seen
+from tests.checkpointer.runs import Seen, restore
 
 EVERY = ckpt.Every(steps=1)
 
@@ -205,10 +205,9 @@ def test_nothing_is_saved_while_a_loader_is_ahead_of_the_last_step(tmp_path: Pat
                 ck.poll()
             ck.step()
         assert ck.restored.step == 0
-    wait_agent_gone(tmp_path)
     again = Loaderlike()
-    with ckpt.Checkpointer(tmp_path, {"loader": again, "model": model}) as ck:
-        assert (ck.restored.step, again.read) == (3, 3)
+    ck = restore(tmp_path, {"loader": again, "model": model})
+    assert (ck.restored.step, again.read) == (3, 3)
 
 
 def test_a_save_behind_a_loop_that_ended_with_its_loader_is_told_where_it_belongs(tmp_path: Path) -> None:
@@ -256,10 +255,9 @@ def test_a_step_that_was_left_after_its_update_has_ended(tmp_path: Path, registe
             train()
             if step == 7:
                 break
-    wait_agent_gone(tmp_path)
     assert updates == 7
-    with ckpt.Checkpointer(tmp_path, state) as ck:
-        assert ck.restored.step == 7
+    ck = restore(tmp_path, state)
+    assert ck.restored.step == 7
 
 
 def test_what_takes_the_place_of_a_model_and_its_optimizer_is_saved_in_whole_steps_from_the_first_on(
@@ -277,11 +275,10 @@ def test_what_takes_the_place_of_a_model_and_its_optimizer_is_saved_in_whole_ste
                 with pytest.raises(ckpt.UsageError, match=r"call ck\.step\(\) first"):
                     ck.save()
                 break
-    wait_agent_gone(tmp_path)
     again = make(seed=3)
-    with ckpt.Checkpointer(tmp_path, again.state) as ck:
-        assert ck.restored.step == 4
-        assert torch.equal(again.model[0].weight, job.model[0].weight)  # type: ignore[index]
+    ck = restore(tmp_path, again.state)
+    assert ck.restored.step == 4
+    assert torch.equal(again.model[0].weight, job.model[0].weight)  # type: ignore[index]
 
 
 class Agent:
@@ -314,11 +311,10 @@ def test_a_step_of_an_optimizer_in_an_object_that_gives_copies_counts(tmp_path: 
                     ck.save()
                 break
             other["optim"].step()
-    wait_agent_gone(tmp_path)
     again = Agent(1)
-    with ckpt.Checkpointer(tmp_path, {"agent": again, **other}) as ck:
-        assert ck.restored.step == 3
-        assert torch.equal(again.model.weight, agent.model.weight)
+    ck = restore(tmp_path, {"agent": again, **other})
+    assert ck.restored.step == 3
+    assert torch.equal(again.model.weight, agent.model.weight)
 
 
 @pytest.mark.parametrize("last", ["model", "optim"])

@@ -3,12 +3,7 @@ checkpoints are taken, a signal saves the last step, and what comes back is of o
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +11,13 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.format.declaration import encode
-from ckpt.trainer.link.link import Link
-from ckpt.trainer.link.slots import Plan, RankSlot
 from ckpt.trainer.loop.saver import Saver
 from ckpt.types import Version
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.moving import KINDS, Value, bits
-from tests.checkpointer.scripts import Line, Script, torchrun
-
-MODULE = "tests.checkpointer.moving"
-ENDLESS = "1000000"
+from tests.checkpointer.notices import CODE, ENDLESS, SELDOM, at_step, code_of
+from tests.checkpointer.runs import LATER, restore
+from tests.checkpointer.scripts import train
 
 
 def restored(url: Path, kind: str) -> tuple[int, str]:
@@ -55,7 +46,7 @@ def test_appointed_checkpoints_are_taken_and_come_back(
         ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=2)) as ck,
     ):
         for step in ck.steps(100_000):
-            job.train(ck.state)
+            job.train(step, ck.state)
             ck.step()
             seen[step] = bits(job, ck.state)
             time.sleep(0.005)
@@ -70,53 +61,32 @@ def test_appointed_checkpoints_are_taken_and_come_back(
 
 
 @pytest.mark.parametrize("kind", ["rate", "value", "quasi"])
-def test_a_signal_saves_the_last_step(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPT_NOTICES", "given")
-    log = tmp_path / "log"
-    script = Script([sys.executable, "-m", MODULE, kind, str(tmp_path / "run"), ENDLESS, ENDLESS], log)
-    script.wait_for(lambda line: line.get("step", 0) >= 12)
-    os.kill(script.process.pid, signal.SIGTERM)
-    assert script.process.wait(60) == 143, log.read_text()[-3000:]
-    last = _last(script.lines(), "step", 0)
-    assert restored(tmp_path / "run", kind) == (last["step"], last["bits"])
-
-
-@pytest.mark.torchrun
-def test_so_it_is_with_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Appointed, replicated, and by a signal; the next start is of one rank."""
-    kind = "clones"
-    monkeypatch.setenv("CKPT_NOTICES", "given")
-    script = torchrun(tmp_path / "log", 2, MODULE, kind, str(tmp_path / "run"), "60", "3")
-    ended = [line for line in script.end() if "ended" in line]
-    assert [line["ended"] for line in ended] == [60, 60]
-    again = torchrun(tmp_path / "again", 2, MODULE, kind, str(tmp_path / "run"), ENDLESS, ENDLESS)
-    came = again.wait_for(lambda line: "restored" in line)
-    assert (came["restored"], came["bits"]) == (60, _last(script.lines(), "step", came["rank"])["bits"])
-    again.wait_for(lambda line: line.get("step", 0) >= 72)
-    os.kill(again.process.pid, signal.SIGTERM)
-    again.process.wait(90)
-    last = _last(again.lines(), "step", 0)
+def test_a_signal_saves_the_last_step(tmp_path: Path, kind: str) -> None:
+    script = train(tmp_path / "log", tmp_path / "run", ENDLESS, *SELDOM, "--job", kind, CKPT_NOTICES="given")
+    at_step(script)
+    script.process.terminate()
+    assert code_of(script) == CODE, script.log.read_text()[-3000:]
+    last = [line for line in script.lines() if "step" in line][-1]
     assert restored(tmp_path / "run", kind) == (last["step"], last["bits"])
 
 
 def test_what_is_saved_is_of_the_boundary_and_not_of_the_next_step(tmp_path: Path) -> None:
     job = Value()
     job.begin()
-    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6)) as ck:
+    with ckpt.Checkpointer(tmp_path, job.state, policy=LATER) as ck:
         for step in ck.steps(6):
-            job.train(ck.state)
+            job.train(step, ck.state)
             ck.step()
             handle = ck.save()
             ck.state["y"] = torch.full((5000,), -1.0)  # in other memory
             handle.wait("local", timeout_s=60)
             ck.state["y"] = torch.full((5000,), float(step))
         (ck.state["y"]).fill_(77.0)
-    wait_agent_gone(tmp_path)
     again = Value()
     again.begin()
-    with ckpt.Checkpointer(tmp_path, again.state) as ck:
-        assert ck.restored.step == 6
-        assert ck.state["y"].unique().tolist() == [77.0]
+    ck = restore(tmp_path, again.state)
+    assert ck.restored.step == 6
+    assert ck.state["y"].unique().tolist() == [77.0]
 
 
 def test_a_structure_that_changes_at_each_step_is_said_and_still_saved_when_asked(tmp_path: Path) -> None:
@@ -145,74 +115,17 @@ def test_a_structure_that_changes_at_each_step_is_said_and_still_saved_when_aske
         assert ck.state["y"].unique().tolist() == [0.0]
 
 
-def ready(link: Link) -> tuple[int, RankSlot, Plan]:
-    """A slot that can be used, and the plan that it is ready for."""
-    return next((number, slot, slot.plan) for number, slot in link.slots.by_number.items() if slot.plan is not None)
-
-
-def divided_anew(old: Plan) -> Plan:
-    declaration = replace(old.declaration, division="new", staging=replace(old.staging))
-    return replace(old, declaration=declaration, encoded_declaration=encode(declaration))
-
-
-def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent divides anew while the training thread takes a snapshot of what has moved: what is copied by one
-    division must not be declared by another."""
-    with ckpt.Checkpointer(tmp_path, {"a": torch.ones(64), "y": torch.zeros(16)}, policy=ckpt.Every(steps=10**6)) as ck:
-        steps = ck.steps(2)
-        next(steps)
+def test_a_slot_that_is_being_made_ready_for_another_division_is_not_used(tmp_path: Path) -> None:
+    """What is copied by one division must not be declared by another."""
+    with ckpt.Checkpointer(tmp_path, {"a": torch.ones(64)}, policy=LATER) as ck:
         ck.step()
         ck.save().wait("store", timeout_s=60)
-        next(steps)
         saver = ck._block.saver
-        link, snapshotter = saver.link, saver.snapshotter
-        number, slot, old = ready(link)
-        new = divided_anew(old)
-        is_inside, bind = threading.Event(), snapshotter.bindings.bind
-
-        def slow(slot: int, walk: Any, staging: Any, data: Any) -> None:
-            if staging is new.staging:
-                is_inside.set()
-                time.sleep(0.5)
-            bind(slot, walk, staging, data)
-
-        monkeypatch.setattr(snapshotter.bindings, "bind", slow)
-        link.slots._present_plan = new
-        thread = threading.Thread(target=link.slots._prepare_slot, args=(number, slot, new))
-        thread.start()
-        assert is_inside.wait(60)
-        ck.state["y"] = torch.ones(16)
-        assert saver.take(10**6, number, Version(2)) == "not granted"
-        thread.join()
-        assert slot.plan is new
-        snapshotter.bindings.bind = bind
-        assert saver.take(10**6, number, Version(2)) == ""
-        assert snapshotter.bindings.is_bound(number, saver.walk, new.staging)
-        link.slots._present_plan = slot.plan = old
-
-
-def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_path: Path) -> None:
-    """The agent takes an appointment back that this rank has kept, and divides anew."""
-    with ckpt.Checkpointer(tmp_path, {"a": torch.ones(64)}, policy=ckpt.Every(steps=10**6)) as ck:
-        for _ in ck.steps(1):
-            ck.step()
-        ck.save().wait("store", timeout_s=60)
-        link = ck._block.saver.link
-        number, slot, old = ready(link)
-        assert slot.hold(link)
-        before = bytes(slot.arena.view)
-        link.slots._present_plan = new = divided_anew(old)
-        thread = threading.Thread(target=link.slots._prepare_slot, args=(number, slot, new))
-        thread.start()
-        time.sleep(0.3)
-        assert slot.plan is old
-        assert bytes(slot.arena.view) == before
-        slot.release(link)
-        thread.join()
-        assert slot.plan is new
-        link.slots._present_plan = slot.plan = old
+        number, slot = next((number, slot) for number, slot in saver.link.slots.by_number.items() if slot.plan)
+        assert slot.hold("who makes it ready")
+        assert saver.take(10**6, number, Version(1, 2)) == "not granted"
+        slot.release("who makes it ready")
+        assert saver.take(10**6, number, Version(1, 2)) == ""
 
 
 class Failing:
@@ -236,7 +149,7 @@ def test_what_moved_while_the_state_could_not_be_read_is_found_by_the_next_save(
     job.begin()
     failing = Failing()
     job.state["failing"] = failing
-    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6)) as ck:
+    with ckpt.Checkpointer(tmp_path, job.state, policy=LATER) as ck:
         for step in ck.steps(4):
             ck.step()
             if step == 2:
@@ -252,7 +165,3 @@ def test_what_moved_while_the_state_could_not_be_read_is_found_by_the_next_save(
     with ckpt.Checkpointer(tmp_path, again.state) as ck:
         assert ck.restored.step == 4
         assert ck.state["y"].unique().tolist() == [2.0]
-
-
-def _last(lines: list[Line], key: str, rank: int) -> Line:
-    return [line for line in lines if key in line and line["rank"] == rank][-1]

@@ -1,17 +1,15 @@
-"""Notices, with real processes: signals, an operator, a file, metadata services on the loopback; under torchrun.
+"""Notices, with real processes: signals, an operator, a metadata service on the loopback; under torchrun.
 
 Nothing here asks a real metadata service: CKPT_NOTICES=given means that the firmware is not looked at.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import time
 from concurrent.futures import Future
-from datetime import UTC, datetime
 from email.utils import formatdate
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from tests.checkpointer.notices import (
     HOUR_S,
     MODULE,
     SELDOM,
-    appear,
     at_step,
     code_of,
     goes_on_from,
@@ -34,7 +31,6 @@ from tests.checkpointer.notices import (
     left_in_the_store,
     outcome,
     said,
-    wait_outcome,
     why_it_ended,
 )
 from tests.checkpointer.notices import given as given  # a fixture, for every test here
@@ -43,9 +39,7 @@ from tests.checkpointer.runs import URL, Ended, agent_status, kill_agent, run
 from tests.checkpointer.scripts import Script, torchrun, train
 from tests.cli.stores import ckpt
 from tests.preemption.fakes import serving
-from tests.preemption.test_aws import SPOT, Ec2
 from tests.preemption.test_azure import Azure, event
-from tests.preemption.test_gcp import Engine
 
 
 def seldom(tmp_path: Path, *words: str, **env: str) -> Script:
@@ -69,21 +63,6 @@ def test_a_signal_saves_the_step_leaves_with_143_and_says_what_was_saved(
     handled = [line["handled"] for line in script.lines() if "handled" in line]
     assert handled == ([signal.SIGTERM] if number == signal.SIGTERM else []), "the handler that was there is called"
     goes_on_from(tmp_path, found["step"])
-
-
-def test_a_job_that_is_started_again_where_a_file_had_it_leave_comes_to_its_end_and_so_does_the_agent(
-    tmp_path: Path,
-) -> None:
-    env = {"CKPT_NOTICE_FILE": str(tmp_path / "word"), "CKPT_LINGER_S": "60"}
-    script = seldom(tmp_path, **env)
-    at_step(script)
-    appear(tmp_path, 90)  # no commit was measured: it leaves at once
-    assert code_of(script) == CODE
-    found = left_in_the_store(tmp_path)
-    assert found["notices"] == [f"file {tmp_path / 'word'}"]
-    again = train(tmp_path / "again", tmp_path / "run", found["step"] + 20, **env)
-    assert [line["restored"] for line in again.end() if "restored" in line] == [found["step"]]
-    assert not (tmp_path / "outcome.json").exists(), "that of an earlier start was left"
 
 
 def test_an_operator_asks_and_may_take_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,30 +94,6 @@ def test_with_notices_off_only_an_operator_is_heard_and_no_signal_to_the_agent_e
     assert code_of(script) == CODE
     assert left_in_the_store(tmp_path)["notices"] == ["operator preempt"]
     agent.wait(30)
-
-
-def test_a_spot_notice_of_aws_is_left_by(tmp_path: Path) -> None:
-    with serving(Ec2()) as ec2:
-        ec2.says, ec2.tokens = {}, 0
-        ec2.answer, ec2.now_s = ec2.reply, time.time
-        script = seldom(tmp_path, AWS_EC2_METADATA_SERVICE_ENDPOINT=ec2.endpoint)
-        at_step(script)
-        ends = datetime.fromtimestamp(time.time() + 60, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        ec2.says[SPOT] = json.dumps({"action": "terminate", "time": ends})
-        assert code_of(script) == CODE
-    found = left_in_the_store(tmp_path)
-    assert found["notices"][0].startswith("aws-spot terminate")
-    assert found["left_s"] > 0
-
-
-def test_a_preemption_of_gcp_is_left_by(tmp_path: Path) -> None:
-    with serving(Engine("FALSE")) as engine:
-        engine.now_s = time.time
-        script = seldom(tmp_path, GCE_METADATA_HOST=f"127.0.0.1:{engine.port}")
-        at_step(script)
-        engine.set("TRUE")
-        assert code_of(script) == CODE
-    assert any("gcp-preempted" in each for each in left_in_the_store(tmp_path)["notices"])
 
 
 def test_a_notice_of_azure_that_is_taken_back_ends_nothing(tmp_path: Path) -> None:
@@ -176,21 +131,6 @@ def test_where_no_boundary_comes_what_is_staged_is_committed_and_that_is_reporte
     store.limit(float("inf"))
     again = train(tmp_path / "again", URL, 22, "--mib", "8")
     assert [line["restored"] for line in again.end() if "restored" in line] == [20]
-
-
-def test_where_no_boundary_comes_before_the_deadline_it_is_said_what_is_saved_and_nobody_is_ended(
-    tmp_path: Path,
-) -> None:
-    """As in a long evaluation: a notice is no signal."""
-    words = ("--pace", "0.05", "--save-at", "100", "--stuck-at", "103")
-    script = seldom(tmp_path, *words, CKPT_NOTICE_FILE=str(tmp_path / "word"))
-    script.wait_for(lambda line: "stuck" in line)
-    script.wait_for(lambda line: line.get("event") == "commit.done" and "step 100 " in line["message"])
-    appear(tmp_path, 6)
-    found = wait_outcome(tmp_path, script)
-    assert (found["how"], found["level"], found["step"], found["committed_step"]) == ("stayed", "store", 100, 100)
-    assert script.process.poll() is None
-    script.kill()
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
@@ -251,18 +191,6 @@ def test_a_rank_that_holds_the_gil_is_waited_for_and_all_leave_at_its_boundary(t
     script.process.terminate()
     assert code_of(script) != 0
     assert last_steps(script) == [left_in_the_store(tmp_path)["step"]] * 2
-
-
-@pytest.mark.torchrun
-def test_all_ranks_leave_in_an_evaluation_that_polls(tmp_path: Path) -> None:
-    words = (*SELDOM, "--evaluate-at", "12")
-    env = {"CKPT_NOTICE_FILE": str(tmp_path / "word")}
-    script = torchrun(tmp_path / "log", 2, MODULE, str(tmp_path / "run"), str(ENDLESS), *words, **env)
-    at_step(script, 12)
-    appear(tmp_path, 60)  # nothing was measured: it is due at once
-    code_of(script)
-    assert left_in_the_store(tmp_path)["step"] == 12
-    assert last_steps(script) == [12, 12]
 
 
 def test_signals_are_heard_on_the_main_thread_only_and_that_is_said(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import ckpt
 from ckpt.settings import read_settings
 from tests.checkpointer.loops import losses, make, wait_agent_gone
-from tests.checkpointer.runs import Seen, agent_status, kill_agent, run, saving
+from tests.checkpointer.runs import Seen, agent_status, kill_agent, restore, run, saving
 
 
 def test_what_lies_in_a_folder_is_for_whom_the_users_umask_says(tmp_path: Path) -> None:
@@ -149,11 +149,10 @@ def test_a_snapshot_that_is_due_in_a_long_evaluation_is_taken_at_a_poll(tmp_path
             ck.poll()
             polls += 1
         expected = [p.detach().clone() for p in job.model.parameters()]
-    wait_agent_gone(tmp_path)
     again = make(seed=5)
-    with ckpt.Checkpointer(tmp_path, again.state) as ck:
-        assert ck.restored.step == 2
-        assert all(map(torch.equal, again.model.parameters(), expected))
+    ck = restore(tmp_path, again.state)
+    assert ck.restored.step == 2
+    assert all(map(torch.equal, again.model.parameters(), expected))
     assert committed().split("-")[-1].startswith("000000000002.")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ckpt
+from tests.checkpointer import runs
 from tests.checkpointer.loops import wait_agent_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -84,15 +85,16 @@ class Saving(Counting):
 
 @pytest.mark.parametrize(("kind", "named"), [(Counting, [["optim.calls"]]), (Saving, []), (torch.optim.Adam, [])])
 def test_a_counter_in_an_attribute_that_is_not_saved_is_said_once(tmp_path: Path, kind: Any, named: Any) -> None:
-    model, seen = nn.Linear(2, 2), list[ckpt.Event]()
+    model = nn.Linear(2, 2)
     optim = kind(model.parameters(), lr=0.1)
-    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, sinks=(seen.append,)) as ck:
-        for _ in ck.steps(4):
-            optim.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            optim.step()
-    wait_agent_gone(tmp_path)
-    assert [event.data["names"] for event in seen if event.name == "optimizer.attribute"] == named
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        optim.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optim.step()
+
+    seen = runs.run(tmp_path, 4, {"model": model, "optim": optim}, at).seen
+    assert [event.data["names"] for event in seen.named("optimizer.attribute")] == named
 
 
 def test_the_checkpoints_rate_wins_and_one_that_is_set_in_the_block_holds_from_then_on(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""Ranks that do not do alike: nobody waits for one that does not come (tests/checkpointer/apart.py, two in one
-launch)."""
+"""Ranks that do not do alike, two of them in one launch: nobody waits for one that does not come."""
 
 from __future__ import annotations
 
@@ -8,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpointer.scripts import Script, torchrun
+from tests.checkpointer import apart
+from tests.checkpointer.conftest import Saw
+from tests.checkpointer.scripts import Script
 from tests.servers import free_port
 
-pytestmark = pytest.mark.torchrun
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(600)]
+
+RANKS, CHECKS = 2, (apart,)
 
 FIRST_LEAVES = """
 import os, sys, time
@@ -30,29 +33,6 @@ try:
 except ckpt.CkptError as exc:
     print("said:", exc, flush=True)
 os._exit(0)
-"""
-
-SECOND_IS_LATE = """
-import sys, time
-from pathlib import Path
-import torch.distributed as dist
-import ckpt
-from ckpt.trainer.link import collective
-collective.MISSING_RANKS_S = 0.5
-url, told, said = Path(sys.argv[1]), Path(sys.argv[2]), []
-dist.init_process_group("gloo")
-def hear(event):
-    if event.name == "enter.waiting":
-        said.append((event.loud, event.data["ranks"], event.message))
-        told.touch()
-while dist.get_rank() == 1 and not told.exists():
-    time.sleep(0.01)
-for name in "ab":  # the ranks count alike, whoever waited
-    with ckpt.Checkpointer(url / name, {"x": 1}, sinks=(hear,)) as ck:
-        ck.step()
-    collective.MISSING_RANKS_S = 600
-print("said:", said, flush=True)
-dist.destroy_process_group()
 """
 
 GROUPS_OF_SOME = """
@@ -86,85 +66,60 @@ say_line({"said": " ".join(said)})
 dist.destroy_process_group()
 """
 
-SETTINGS_DIFFER = """
-import json, os, sys
-from pathlib import Path
-import torch.distributed as dist
-import ckpt
-folder, told = Path(sys.argv[1]), []
-dist.init_process_group("gloo")
-rank, at = dist.get_rank(), "127.0.0.1:9"  # where nobody listens
-(folder / "secret").touch(mode=0o600)
-(folder / "secret").write_text("ab" * 32)
-CASES = {
-    "alike": [f"{at},127.0.0.1:19", f"127.0.0.1:19,{at}", "secret", "secret"],
-    "peers": [at, "", "secret", "secret"],
-    "files": ["", at, "", "secret"],
-    "secrets": ["", "", "secret", "missing"],
-}
-for name, (*peers, first, second) in CASES.items():
-    dist.barrier()
-    os.environ["CKPT_RUNTIME_DIR"] = str(folder / f"{name}{rank}")
-    for variable, value in (("CKPT_PEERS", peers[rank]), ("CKPT_SECRET_FILE", (first, second)[rank])):
-        os.environ.pop(variable, None)
-        if value:
-            os.environ[variable] = str(folder / value) if variable == "CKPT_SECRET_FILE" else value
-    with ckpt.Checkpointer(folder / f"run-{name}", {"x": 1}, sinks=(told.append,)) as ck:
-        ck.step()
-    found = [(each.loud, each.data["variable"], each.data["rank"]) for each in told if each.name == "nodes.differ"]
-    print("said:", name, found, flush=True)
-    told.clear()
-dist.destroy_process_group()
-"""
+
+def test_a_state_that_one_rank_cannot_read_fails_that_save_on_all_and_the_next_one_lands(saw: Saw) -> None:
+    found = saw(apart.a_state_that_cannot_be_read)
+    for each in found:
+        assert [text == "saved" for text in each["said"]] == [True, False, True]
+        assert "no state today" in each["said"][1]
+        assert "no state today" in each["end"]
+        assert each["step"] == 6
+    assert "rank 1 cannot save" in found[0]["said"][1]
 
 
-def test_ranks_that_do_not_do_alike_are_named_and_nobody_waits_for_them(tmp_path: Path) -> None:
-    lines = torchrun(tmp_path / "log", 2, "tests.checkpointer.apart", str(tmp_path)).end(300)
-    saw = {(line["check"], line["rank"]): line["saw"] for line in lines if "check" in line}
-    for rank in (0, 1):
-        bad = saw["a_state_that_cannot_be_read", rank]
-        assert [text == "saved" for text in bad["said"]] == [True, False, True]
-        assert "no state today" in bad["said"][1]
-        assert "no state today" in bad["end"]
-        assert bad["step"] == 6
-        dies = saw["an_agent_that_dies_in_a_save", rank]
-        assert dies["step"] == 4
-        early = saw["an_early_break", rank]
-        assert early["ended"] == (3 if rank else 8)
-        kind, text = saw["a_failure_after_the_restore", rank]["error"]
+def test_a_rank_that_comes_to_a_save_whose_agent_has_died_is_told_who_has_gone_on(saw: Saw) -> None:
+    found = saw(apart.an_agent_that_dies_in_a_save)
+    assert [each["step"] for each in found] == [4, 4]
+    assert "rank 1 cannot save" in found[0]["said"]
+
+
+def test_ranks_that_do_not_do_alike_are_named_and_nobody_waits_for_them(saw: Saw) -> None:
+    """One leaves the loop early."""
+    first, second = saw(apart.an_early_break)
+    assert (first["ended"], second["ended"]) == (8, 3)
+    if "rank 1 left" in first["end"]:
+        assert "rank 1 ended the block after step 3, and rank 0 went past that" in second["end"]
+    else:  # rank 0 came to its end before anybody had looked
+        for each in (first, second):
+            assert "the block has to be ended by all ranks at the same step" in each["end"]
+
+
+def test_what_one_rank_cannot_read_after_the_restore_ends_the_start_of_all(saw: Saw) -> None:
+    for each in saw(apart.a_failure_after_the_restore):
+        kind, text = each["error"]
         assert kind == "SaveFailed"
         assert "no state today" in text
-    assert "rank 1 cannot save" in saw["a_state_that_cannot_be_read", 0]["said"][1]
-    assert "rank 1 cannot save" in saw["an_agent_that_dies_in_a_save", 0]["said"]
-    ends = saw["an_early_break", 0]["end"], saw["an_early_break", 1]["end"]
-    if "rank 1 left" in ends[0]:
-        assert "rank 1 ended the block after step 3, and rank 0 went past that" in ends[1]
-    else:  # rank 0 came to its end before anybody had looked
-        assert all("the block has to be ended by all ranks at the same step" in end for end in ends)
-
-
-def pair(folder: Path, code: str, *args: Path) -> list[str]:
-    """What two ranks without a launcher said."""
-    command = [sys.executable, "-c", code, *map(str, args or (folder / "store", folder / "there"))]
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    scripts = [Script(command, folder / f"log{rank}", {**env, "RANK": str(rank)}) for rank in (0, 1)]
-    for script in scripts:
-        script.end(240)
-    return [script.log.read_text() for script in scripts]
 
 
 def test_a_rank_that_is_gone_before_the_ranks_could_speak_is_told_of(tmp_path: Path) -> None:
     """As by its own error before the block. It holds the store in which they find each other."""
-    _, text = pair(tmp_path, FIRST_LEAVES)
+    command = [sys.executable, "-c", FIRST_LEAVES, str(tmp_path / "store"), str(tmp_path / "there")]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    scripts = [Script(command, tmp_path / f"log{rank}", {**env, "RANK": str(rank)}) for rank in (0, 1)]
+    for script in scripts:
+        script.end(240)
+    text = scripts[1].log.read_text()
     assert "said: the 2 ranks could not agree while entering ckpt.Checkpointer" in text
     assert "A rank died or never entered" in text
 
 
-def test_ranks_that_do_not_come_are_named_while_they_are_waited_for(tmp_path: Path) -> None:
-    first, second = pair(tmp_path, SECOND_IS_LATE)
-    assert "said: [(True, [1], 'ckpt: 0.5 s after this rank, 1 of the 2 ranks have not entered" in first
-    assert "All ranks have to enter the block" in first
-    assert "said: []" in second
+def test_ranks_that_do_not_come_are_named_while_they_are_waited_for(saw: Saw) -> None:
+    first, second = saw(apart.a_late_start)
+    ((loud, ranks, message),) = first["said"]
+    assert (loud, ranks) == (True, [1])
+    assert message.startswith("ckpt: 0.5 s after this rank, 1 of the 2 ranks have not entered")
+    assert "All ranks have to enter the block" in message
+    assert second["said"] == []
 
 
 def test_ranks_that_are_in_other_process_groups_too_do_not_wait_for_each_other(tmp_path: Path) -> None:
@@ -178,13 +133,34 @@ def test_ranks_that_are_in_other_process_groups_too_do_not_wait_for_each_other(t
     assert ["different numbers of torch process groups" in text for text in sorted(said)] == [False, True, True]
 
 
-def test_what_names_memory_only_nodes_and_is_not_alike_on_all_nodes_is_told(tmp_path: Path, runtime_dir: Path) -> None:
+def test_what_names_memory_only_nodes_and_is_not_alike_on_all_nodes_is_told(saw: Saw) -> None:
     """It is rank 0's that counts, and a launcher may have rank 0 on another node at the next start."""
-    first, second = pair(tmp_path, SETTINGS_DIFFER, runtime_dir)
-    assert [line for line in first.splitlines() if line.startswith("said:")] == [
-        "said: alike []",
-        "said: peers [(True, 'CKPT_PEERS', 1)]",
-        "said: files [(True, 'CKPT_PEERS', 1), (True, 'CKPT_SECRET_FILE', 1)]",
-        "said: secrets [(True, 'CKPT_SECRET_FILE', 1)]",
-    ]
-    assert "nodes.differ" not in second
+    first, second = saw(apart.settings_of_two_nodes)
+    assert first == {
+        "alike": [],
+        "peers": [[True, "CKPT_PEERS", 1]],
+        "files": [[True, "CKPT_PEERS", 1], [True, "CKPT_SECRET_FILE", 1]],
+        "secrets": [[True, "CKPT_SECRET_FILE", 1]],
+    }
+    assert not any(second.values())
+
+
+def test_what_begins_the_same_on_all_ranks_and_does_not_stay_so_is_restored_per_rank(saw: Saw) -> None:
+    found = saw(apart.what_does_not_stay_the_same)
+    for rank, starts in enumerate(found):
+        own = [0.0, rank + 1.0]
+        came = [each["came"] for each in starts]
+        assert came == [[0, [0.0], [0.0]], [2, own, [0.0]], [2, own, [0.0]], [20, own, [rank + 1.0]]]
+        assert "late differs between the ranks" in starts[2]["said"]
+    assert any(each["differs"] for starts in found for each in starts)
+
+
+def test_a_state_that_is_new_at_each_read_is_appointed_and_left_with_on_all_ranks(saw: Saw) -> None:
+    for each in saw(apart.a_state_that_is_made_anew_whenever_it_is_asked_for):
+        first, second, (step, committed), third = each["found"]
+        assert (first, second, third) == ([0, True], [60, True], [step, True])
+        assert step == committed >= 72
+
+
+def test_all_ranks_leave_at_one_poll_of_an_evaluation(saw: Saw) -> None:
+    assert saw(apart.an_evaluation_that_polls) == [[3, 3]] * RANKS

@@ -1,60 +1,18 @@
-"""What all ranks of a job agree on, seen from each of them (tests/checkpointer/together.py, four ranks in one
-launch)."""
+"""What all ranks of a job agree on, seen from each of them."""
 
 from __future__ import annotations
-
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt.ipc.client import START_TIMEOUT_S
 from tests.checkpointer import together
-from tests.checkpointer.scripts import lines_of, torchrun
+from tests.checkpointer.conftest import Saw
 from tests.checkpointer.together import SAMPLES
 
-pytestmark = pytest.mark.torchrun
-RANKS = 4
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(600)]
+RANKS, CHECKS = 4, (together,)
 FINDS_ROOT = hasattr(DeviceMesh, "_get_root_mesh")  # since torch 2.7; else no rank finds a mesh over all ranks
-Saw = Callable[[Callable[..., Any]], list[Any]]
-
-
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The log of the launch, which has ended. The launch has a folder for sockets to itself, where nothing is left."""
-    folder = tmp_path_factory.mktemp("together")
-    runtime = Path(tempfile.mkdtemp(prefix="ckpt-t", dir="/tmp"))
-    try:
-        env = {"CKPT_RUNTIME_DIR": str(runtime), "CKPT_LINGER_S": "0", "CKPT_LAUNCH": "together"}
-        script = torchrun(folder / "log", RANKS, "tests.checkpointer.together", str(folder), **env)
-        try:
-            script.process.wait(280)
-        except subprocess.TimeoutExpired:
-            script.process.terminate()  # torchrun ends its workers
-            script.process.wait(60)
-        left = [path.name for path in runtime.iterdir()]
-        assert script.process.returncode != 0 or left == []
-    finally:
-        shutil.rmtree(runtime, ignore_errors=True)
-    return folder / "log"
-
-
-@pytest.fixture
-def saw(launched: Path) -> Saw:
-    """What each rank saw of a check, by rank."""
-
-    def find(check: Callable[..., Any]) -> list[Any]:
-        lines = [line for line in lines_of(launched) if line.get("check") == check.__name__]
-        text = launched.read_text(errors="replace")[-4000:]
-        assert sorted(line["rank"] for line in lines) == list(range(RANKS)), text
-        return [line["saw"] for line in sorted(lines, key=lambda line: line["rank"])]
-
-    return find
 
 
 def test_ranks_that_save_together_are_those_of_their_process_group(saw: Saw) -> None:

@@ -10,22 +10,18 @@ from torch import nn
 import ckpt
 from ckpt.events import Event
 from ckpt.trainer.loop.run_report import FALLBACK_MESSAGES_MAX, MESSAGE_CHARS_MAX, RunReport
-from tests.checkpointer.loops import make, wait_agent_gone
-from tests.checkpointer.runs import Seen, run
+from tests.checkpointer.loops import make
+from tests.checkpointer.runs import LATER, run, saving
 
 
 def test_at_the_exit_it_says_what_reached_each_level(tmp_path: Path) -> None:
-    job, seen = make(), Seen()
-    job.frozen = nn.Linear(600, 600)
-    state, later = {**job.state, "frozen": job.frozen}, ckpt.Every(steps=10**6)
-    with ckpt.Checkpointer(tmp_path, state, policy=later, codec="raw", sinks=(seen,)) as ck:
-        for step in ck.steps(3):
-            job.train(step)
-            ck.step()
-            ck.save().wait("store", timeout_s=60)
-            assert ck.receipt["commits"] == step, "whoever waited for a commit finds it in the receipt"
-    wait_agent_gone(tmp_path)
-    said, frozen_bytes = ck.receipt, 4 * (600 * 600 + 600)
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        saving(step)(ck, step)
+        assert ck.receipt["commits"] == step, "whoever waited for a commit finds it in the receipt"
+
+    ended = run(tmp_path, 3, make(), at, {"frozen": nn.Linear(600, 600)}, policy=LATER, codec="raw")
+    said, frozen_bytes = ended.ck.receipt, 4 * (600 * 600 + 600)
     assert json.loads(json.dumps(said)) == said
     assert said["commits"] == said["snapshots"] == 3  # the exit finds the last step saved
     assert said["bytes"].keys() == {"local", "store"}
@@ -35,7 +31,7 @@ def test_at_the_exit_it_says_what_reached_each_level(tmp_path: Path) -> None:
     assert said["committed_referred_bytes"] >= 2 * (frozen_bytes - 4096 * 4)
     assert said["committed_raw_bytes"] > 3 * frozen_bytes
     assert said["steps_lost"] is None
-    (line,) = [event.message for event in seen.named("receipt")]
+    (line,) = [event.message for event in ended.seen.named("receipt")]
     assert "\n" not in line
     for part in (
         "started at step 0; ended at step 3; 3 checkpoints, training paused ",

@@ -6,36 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import ckpt
 from ckpt.types import Identity
-from tests.checkpointer.loops import losses, make, wait_agent_gone
-from tests.checkpointer.runs import Seen, kill_agent, run
+from tests.checkpointer.loops import losses, make
+from tests.checkpointer.runs import Seen, kill_agent, run, saving
 from tests.checkpointer.scripts import losses_of, train
 from tests.cli.stores import ckpt as command
 
 FROZEN_BYTES = 4 << 20
-
-
-class Tuning:
-    """A small layer that is trained beside a large tensor that never changes, as with LoRA."""
-
-    def __init__(self, fill: float) -> None:
-        torch.set_num_threads(1)
-        self.model = nn.Linear(8, 8)
-        self.optim = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.frozen = torch.linspace(fill, fill + 1, FROZEN_BYTES // 4)
-        self.state = {"model": self.model, "optim": self.optim, "frozen": self.frozen}
-
-    def save_steps(self, ck: ckpt.Checkpointer, last: int) -> None:
-        """Every step is committed before the next one begins."""
-        for _ in ck.steps(last):
-            self.optim.zero_grad()
-            self.model(torch.ones(2, 8)).square().mean().backward()
-            self.optim.step()
-            ck.step()
-            ck.save().wait("store", timeout_s=60)
 
 
 def referred(seen: Seen) -> dict[int, int]:
@@ -49,27 +28,20 @@ def stored_bytes(url: Path) -> int:
 
 
 def test_what_does_not_change_is_written_once_by_all_starts_of_a_run(tmp_path: Path) -> None:
-    first, seen = Tuning(0.0), Seen()
-    with ckpt.Checkpointer(tmp_path, first.state, codec="raw", sinks=(seen,)) as ck:
-        first.save_steps(ck, 3)
-    wait_agent_gone(tmp_path)
-    again = Tuning(7.0)
-    with ckpt.Checkpointer(tmp_path, again.state, codec="raw", sinks=(seen,)) as ck:
-        assert (ck.restored.step, ck.restored.level) == (3, "store")
-        assert torch.equal(again.frozen, first.frozen)
-        again.save_steps(ck, 5)
-    wait_agent_gone(tmp_path)
-    found = referred(seen)
+    frozen, other, last = (torch.linspace(fill, fill + 1, FROZEN_BYTES // 4) for fill in (0.0, 7.0, 9.0))
+    first = run(tmp_path, 3, make(), saving(1, 2, 3), {"frozen": frozen}, codec="raw")
+    again = run(tmp_path, 5, None, saving(4, 5), {"frozen": other}, codec="raw")
+    assert (again.from_step, again.ck.restored.level) == (3, "store")
+    assert first.losses + again.losses == losses(5)
+    found = referred(first.seen) | referred(again.seen)
     assert sorted(found) == [1, 2, 3, 4, 5]
     assert found[1] == 0
     for step in (2, 3, 4, 5):
         assert found[step] >= FROZEN_BYTES, found
     assert FROZEN_BYTES <= stored_bytes(tmp_path) < 2 * FROZEN_BYTES
-    last = Tuning(9.0)
-    with ckpt.Checkpointer(tmp_path, last.state) as ck:
-        assert ck.restored.step == 5
-    assert torch.equal(last.frozen, first.frozen)
-    assert torch.equal(last.model.weight, again.model.weight)
+    assert run(tmp_path, 5, more={"frozen": last}).from_step == 5
+    assert torch.equal(other, frozen)
+    assert torch.equal(last, frozen)
 
 
 def listed(url: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -1,8 +1,8 @@
-"""All kinds of state in one job: it comes back bit for bit, and what does not match is named."""
+"""All kinds of tensors in one job: they come back bit for bit, and what does not match is named. (Of other objects
+tests/checkpointer/test_stored.py has all kinds.)"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,66 +11,34 @@ import torch
 from torch import nn
 
 import ckpt
-from tests.checkpointer.kinds import Job, facts
+from tests.checkpointer.kinds import bits_of, empty_tensors, shuffle_bits
 from tests.checkpointer.loops import wait_agent_gone
-from tests.checkpointer.runs import Seen
-from tests.checkpointer.scripts import Script
-
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
-STEPS, MORE = 7, 5
+from tests.checkpointer.runs import Seen, run
 
 
-def undisturbed() -> tuple[list[float], dict[str, Any], dict[str, Any]]:
-    """The losses of all steps, and the state after STEPS and at the end."""
-    job = Job(0)
-    losses = [job.train(step, job.state) for step in range(1, STEPS + 1)]
-    middle = facts(job, job.state)
-    losses += [job.train(step, job.state) for step in range(STEPS + 1, STEPS + MORE + 1)]
-    return losses, middle, facts(job, job.state)
-
-
-def check_restored(url: Path, losses: list[float], level: str) -> None:
-    """Goes on from STEPS with a job of another seed, which must be like one that was never interrupted."""
-    expected, middle, end = undisturbed()
-    job = Job(9)
-    assert differences(facts(job, job.state), middle)  # it has everything to learn
-    with ckpt.Checkpointer(url, job.state) as ck:
-        assert (ck.restored.step, ck.restored.level) == (STEPS, level)
-        assert differences(facts(job, ck.state), middle) == []
-        for step in ck.steps(STEPS + MORE):
-            losses.append(job.train(step, ck.state))
-    wait_agent_gone(url)
-    assert differences(facts(job, ck.state), end) == []
-    assert losses == expected
-
-
-def differences(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
-    return [name for name in sorted(one.keys() | two.keys()) if one.get(name) != two.get(name)]
-
-
-@pytest.mark.parametrize("codec", ["auto", "planes"])
-def test_every_kind_of_state_comes_back_from_the_store_bit_for_bit(tmp_path: Path, codec: str) -> None:
-    job, losses = Job(0), []
-    with ckpt.Checkpointer(tmp_path, job.state, codec=codec) as ck:
-        for step in ck.steps(STEPS):
-            losses.append(job.train(step, ck.state))
-    wait_agent_gone(tmp_path)
-    check_restored(tmp_path, losses, "store")
-
-
-def test_every_kind_of_state_comes_back_from_the_memory_of_a_killed_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("codec", "level"), [("auto", "store"), ("planes", "store"), ("auto", "local")])
+def test_every_kind_of_tensor_comes_back_bit_for_bit(
+    codec: Any, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CKPT_LINGER_S", "60")
-    script = Script(
-        [sys.executable, "-m", "tests.checkpointer.kinds", str(tmp_path / "run"), str(STEPS)], tmp_path / "log"
-    )
-    try:
-        script.wait_for(lambda line: line.get("saved") == STEPS)
-    finally:
-        script.kill()
-    losses = [line["loss"] for line in script.lines() if "loss" in line]
-    check_restored(tmp_path / "run", losses, "local")
+    monkeypatch.setenv("CKPT_LINGER_S", "60" if level == "local" else "0")
+    saved, found, noise = empty_tensors(), empty_tensors(), torch.Generator().manual_seed(3)
+    with (  # noqa: PT012
+        pytest.raises(ZeroDivisionError),
+        ckpt.Checkpointer(tmp_path, {"tensors": saved}, codec=codec, policy=ckpt.Every(steps=10**6)) as ck,
+    ):
+        for _ in ck.steps(3):
+            for tensor in saved.values():
+                shuffle_bits(tensor, noise)
+            ck.step()
+            ck.save().wait(level, timeout_s=60)
+        raise ZeroDivisionError
+    if level == "store":
+        wait_agent_gone(tmp_path)
+    monkeypatch.setenv("CKPT_LINGER_S", "0")
+    with ckpt.Checkpointer(tmp_path, {"tensors": found}) as ck:
+        pass
+    assert (ck.restored.step, ck.restored.level) == (3, level)
+    assert [name for name in saved if bits_of(found[name]) != bits_of(saved[name])] == []
 
 
 # --- what does not match ---------------------------------------------------------------------------------------------
@@ -104,10 +72,7 @@ NAMED = {
 def test_every_difference_is_named_and_without_strict_what_fits_is_restored(tmp_path: Path) -> None:
     """In one message, and then nothing is changed."""
     model = Part(1.0, same=((3,), F32), gone=((3,), F32), bent=((4, 2), F32), cast=((3,), F32))
-    with ckpt.Checkpointer(tmp_path, {"model": model, "old": torch.ones(2), "count": 5}) as ck:
-        for _ in ck.steps(2):
-            pass
-    wait_agent_gone(tmp_path)
+    run(tmp_path, 2, {"model": model, "old": torch.ones(2), "count": 5})
     state, seen = other(), Seen()
     with pytest.raises(ckpt.StateMismatch) as raised:
         ckpt.Checkpointer(tmp_path, state).__enter__()

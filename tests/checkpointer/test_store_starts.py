@@ -40,14 +40,10 @@ def test_a_job_that_is_started_again_with_new_credentials_saves_with_them(
                     ck.save().wait("store", timeout_s=60)
                     store.fail(answer(403, "InvalidAccessKeyId"), who="old")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "new")
-        again = make(seed=9)
-        with ckpt.Checkpointer(URL, again.state) as ck:
-            assert (ck.restored.step, ck.restored.level) == (3, "local")
-            for step in ck.steps(5):
-                found.append(again.train(step))
-        wait_agent_gone(URL)
-        assert ck.receipt["committed_step"] == 5
-        assert found == losses(5)
+        again = run(URL, 5)
+        assert (again.from_step, again.ck.restored.level) == (3, "local")
+        assert again.ck.receipt["committed_step"] == 5
+        assert found + again.losses == losses(5)
 
 
 def test_a_job_and_its_restart_take_credentials_from_a_rewritten_file(
@@ -81,15 +77,11 @@ def test_a_job_and_its_restart_take_credentials_from_a_rewritten_file(
                     raise KeyError("the job ends, and its agent does not")
         pid = agent_status(URL)["pid"]
         rotate("second", "third")
-        again = make(seed=9)
-        with ckpt.Checkpointer(URL, again.state) as ck:
-            assert ck.restored.step == 2
-            assert agent_status(URL)["pid"] == pid
-            for step in ck.steps(4):
-                found.append(again.train(step))
-        wait_agent_gone(URL)
-        assert ck.receipt["committed_step"] == 4
-        assert found == losses(4)
+        pids = list[int]()
+        again = run(URL, 4, None, lambda ck, step: pids.append(agent_status(URL)["pid"]))
+        assert (again.from_step, set(pids)) == (2, {pid})
+        assert again.ck.receipt["committed_step"] == 4
+        assert found + again.losses == losses(4)
 
 
 @pytest.mark.parametrize("key", ["*", f"{RUN}/data/*-000000000004.*"], ids=["all", "data"])

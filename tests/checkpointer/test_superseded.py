@@ -11,10 +11,8 @@ import torch
 import ckpt
 from tests.agent.fake import FakeRank
 from tests.checkpointer.loops import make
-from tests.checkpointer.runs import run
+from tests.checkpointer.runs import LATER, run
 from tests.checkpointer.scripts import train
-
-LATER = ckpt.Every(steps=10**6)  # nothing is appointed
 
 
 def take_over(folder: Path, *options: str) -> None:

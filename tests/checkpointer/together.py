@@ -1,22 +1,15 @@
-"""What several ranks have to do together, in one launch: torchrun --nproc-per-node 4 -m tests.checkpointer.together
-FOLDER.
-
-Each check is a function; every rank prints what it saw of it, in one line. tests/checkpointer/test_ranks_together.py
-says what that should be.
-"""
+"""Checks of what four ranks have to do together: tests/checkpointer/ranks.py runs them, test_ranks_together.py says
+what they should see."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import random
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,28 +24,11 @@ import ckpt
 from ckpt.ipc import client
 from ckpt.settings import read_settings
 from ckpt.storage import canonical
-from tests.checkpointer.loops import wait_agent_gone
-from tests.checkpointer.runs import Seen, kill_agent
-from tests.checkpointer.scripts import say_line
+from tests.checkpointer.ranks import Job
+from tests.checkpointer.runs import LATER, Seen, kill_agent
 from tests.checkpointer.watched import WAITS, calls_watched
 
-LATER = ckpt.Every(steps=10**6)  # nothing is appointed
 SAMPLES = 40
-
-
-@dataclass
-class Job:
-    folder: Path
-    rank: int = field(default_factory=dist.get_rank)
-    pairs: list[Any] = field(default_factory=lambda: [dist.new_group([0, 1]), dist.new_group([2, 3])])
-
-    def ended(self, *urls: Path) -> None:
-        """Returns on all ranks once all have left, and no agent of these URLs is left."""
-        dist.barrier()
-        if self.rank == 0:
-            for url in urls:
-                wait_agent_gone(url)
-        dist.barrier()
 
 
 def groups_of_their_own(job: Job) -> dict[str, Any]:
@@ -433,20 +409,3 @@ CHECKS = (
     refused_before_the_agent_died,
     receipts,
 )
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    job = Job(Path(sys.argv[1]))
-    for check in CHECKS:
-        began_s = time.monotonic()
-        saw = check(job)
-        say_line(
-            {"check": check.__name__, "rank": job.rank, "saw": saw, "took_s": round(time.monotonic() - began_s, 1)}
-        )
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

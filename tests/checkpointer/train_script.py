@@ -19,9 +19,17 @@ import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
-from tests.checkpointer.loops import make
+from tests.checkpointer import loops, moving
 from tests.checkpointer.scripts import say_line
 from tests.uncompiled import leave_compiler_out
+
+
+def make_job(kind: str | None, seed: int) -> loops.Job | moving.Job:
+    if kind is None:
+        return loops.make(seed)
+    job = moving.KINDS[kind]()
+    job.begin()
+    return job
 
 
 def main() -> None:
@@ -32,10 +40,10 @@ def main() -> None:
     parser.add_argument("--at-risk", type=float, help="seconds: the policy is learnt, within this limit")
     parser.add_argument("--pace", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--job", choices=moving.KINDS, help="what is trained, and its state")
     parser.add_argument("--take-over", action="store_true")
     parser.add_argument("--stuck-at", type=int, default=0, help="after that step, and its last save, nothing happens")
     parser.add_argument("--busy-at", type=int, default=0, help="rank 1 holds the GIL for 6 s in that step")
-    parser.add_argument("--evaluate-at", type=int, default=0, help="after that step batches follow, with ck.poll()")
     parser.add_argument("--die-at", type=int, default=0, help="rank 1 is killed there, in the first attempt")
     parser.add_argument("--raise-at", type=int, default=0, help="rank 1 raises there, in the first attempt")
     parser.add_argument("--fork-at", type=int, default=0, help="it is killed there; a process that it forked lives on")
@@ -51,7 +59,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if distributed else 0
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    job = make(args.seed + attempt)
+    job = make_job(args.job, args.seed + attempt)
     noise = torch.Generator().manual_seed(args.seed)
     more = torch.randint(-(1 << 31), 1 << 31, (args.mib << 18,), dtype=torch.int32, generator=noise)
     more[:1] = 0
@@ -80,9 +88,9 @@ def main() -> None:
         saved: ckpt.Handle | None = None
         for step in ck.steps(args.steps):
             assert next(drawn) == step - 1, "the loader goes on where it was"
-            loss = job.train(step)
+            loss = job.train(step, ck.state)
             more.add_(1)
-            say(step=step, loss=loss)
+            say(step=step, loss=loss, **({"bits": moving.bits(job, ck.state)} if isinstance(job, moving.Job) else {}))
             if step in args.save_at:
                 ck.step()
                 saved = ck.save()
@@ -102,13 +110,6 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == args.raise_at and rank == 1 and not attempt:
                 raise RuntimeError("as told")
-            if step == args.evaluate_at:
-                ck.step()
-            for _ in range(1800 if step == args.evaluate_at else 0):
-                if distributed:
-                    dist.barrier()
-                time.sleep(0.05)
-                ck.poll()
             if step == args.busy_at and rank == 1 and not attempt:
                 say(busy=step)
                 ctypes.PyDLL(None).sleep(6)

@@ -1,10 +1,9 @@
-"""The YAML files of examples/launchers: their fields, and what they run, started and stopped as their systems do."""
+"""What the YAML files of examples/launchers run, started and stopped as their systems do."""
 
 from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,88 +22,33 @@ PROGRAM = REPOSITORY / "tests" / "examples" / "launched.py"
 STEPS = 400
 Document = dict[str, Any]
 
-# The fields that the examples use, and their types. They were compared with the definitions of JobSet v1alpha2 (0.13),
-# Kubeflow Trainer v1alpha1 (2.3) and SkyPilot's task (2026-08). Another field has to be looked up there first.
-VALUE = {"fieldRef": {"fieldPath": str}}
-POD = {
-    "restartPolicy": str,
-    "terminationGracePeriodSeconds": int,
-    "containers": [
-        {
-            "name": str,
-            "image": str,
-            "command": [str],
-            "env": [{"name": str, "value": str, "valueFrom": VALUE}],
-            "volumeMounts": [{"name": str, "mountPath": str}],
-        }
-    ],
-    "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}}],
-}
-JOB = {"parallelism": int, "completions": int, "backoffLimit": int, "template": {"spec": POD}}
-METADATA = {"name": str, "labels": {"trainer.kubeflow.org/framework": str}}
-STEP = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": str}}
-JOB_SET = {
-    "failurePolicy": {"maxRestarts": int},
-    "replicatedJobs": [{"name": str, "template": {"metadata": STEP, "spec": JOB}}],
-}
-REFERENCE = {"apiGroup": str, "kind": str, "name": str}
-TRAINER = {"numNodes": int, "numProcPerNode": int, "command": [str]}
-SPECS: dict[tuple[str, str], Any] = {
-    ("jobset.x-k8s.io/v1alpha2", "JobSet"): JOB_SET,
-    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): {
-        "mlPolicy": {"numNodes": int, "torch": {}},
-        "template": {"spec": JOB_SET},
-    },
-    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): {"runtimeRef": REFERENCE, "trainer": TRAINER},
-}
-SKY = {
-    "name": str,
-    "workdir": str,
-    "num_nodes": int,
-    "setup": str,
-    "run": str,
-    "envs": {"URL": str, "CKPT_OUTCOME_FILE": str},
-    "resources": {
-        "accelerators": str,
-        "use_spot": bool,
-        "job_recovery": {"recover_on_exit_codes": [int], "max_restarts_on_errors": int},
-    },
-}
+
+# The fields that the examples use. They were looked up in the definitions of JobSet v1alpha2 (0.13), Kubeflow Trainer
+# v1alpha1 (2.3) and SkyPilot's task (2026-08). Another field has to be looked up there first.
+POD = "restartPolicy terminationGracePeriodSeconds containers image command env value valueFrom fieldRef fieldPath"
+POD += " volumeMounts mountPath volumes persistentVolumeClaim claimName"
+JOB_SET = f"{POD} apiVersion kind metadata name labels spec template parallelism completions backoffLimit failurePolicy"
+JOB_SET += " maxRestarts replicatedJobs"
+TRAIN_JOB = (
+    f"{JOB_SET} trainer.kubeflow.org/framework trainer.kubeflow.org/trainjob-ancestor-step mlPolicy torch numNodes"
+)
+TRAIN_JOB += " runtimeRef apiGroup trainer numProcPerNode"
+SKY = "name workdir num_nodes setup run envs URL CKPT_OUTCOME_FILE resources accelerators use_spot job_recovery"
+SKY += " recover_on_exit_codes max_restarts_on_errors"
 
 
-def check(value: Any, shape: Any, at: str) -> None:
-    """`value` has no field that `shape` lacks, and only its types."""
-    if isinstance(shape, dict):
-        assert isinstance(value, dict), at
-        assert value.keys() <= shape.keys(), f"{at} has {sorted(value.keys() - shape.keys())}"
-        for name, each in value.items():
-            check(each, shape[name], f"{at}.{name}")
-    elif isinstance(shape, list):
-        assert isinstance(value, list), at
-        for number, each in enumerate(value):
-            check(each, shape[0], f"{at}[{number}]")
-    else:
-        assert type(value) is shape, f"{at} is {value!r}"
+def fields(value: Any) -> set[str]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return set(value if isinstance(value, dict) else ()).union(*map(fields, inner))
 
 
 def documents(name: str) -> list[Document]:
     return list(yaml.safe_load_all((LAUNCHERS / name).read_text()))
 
 
-@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
-def test_a_manifest_has_only_fields_that_kubernetes_knows(name: str) -> None:
-    for each in documents(name):
-        metadata, spec = each.pop("metadata"), each.pop("spec")
-        check(metadata, METADATA, "metadata")
-        check(spec, SPECS[each["apiVersion"], each["kind"]], "spec")
-        assert each.keys() == {"apiVersion", "kind"}
-
-
-def test_a_task_of_skypilot_has_only_fields_that_it_knows() -> None:
-    (task,) = documents("sky.yaml")
-    check(task, SKY, "task")
-    bash = subprocess.run(["bash", "-n", "-c", task["run"]], capture_output=True, text=True)
-    assert (bash.returncode, bash.stderr) == (0, "")
+@pytest.mark.parametrize(("name", "known"), [("jobset.yaml", JOB_SET), ("trainjob.yaml", TRAIN_JOB), ("sky.yaml", SKY)])
+def test_an_example_has_only_fields_that_its_system_knows(name: str, known: str) -> None:
+    assert fields(documents(name)) - set(known.split()) == set()
 
 
 class Pods:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
@@ -23,22 +22,36 @@ def _pytest(folder: Path, body: str, settle_s: float = 0.2, **env: str) -> str:
     return done.stdout
 
 
-LEAKS = {
-    "a thread": "def test_x():\n    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n",
-    "a file": "def test_x(tmp_path):\n    os.open(tmp_path / 'f', os.O_CREAT)\n",
-    "a memfd": "def test_x():\n    os.memfd_create('arena')\n",
-    "a pidfd": "def test_x():\n    os.pidfd_open(os.getpid())\n",
-    "a pipe": "def test_x():\n    os.pipe()\n",
-    "a child": "KEEP = []\ndef test_x():\n    KEEP.append(subprocess.Popen(['sleep', '60']))\n",
-    "an agent": "def test_x():\n    subprocess.run('setsid sleep 60 >/dev/null 2>&1 & sleep 0.5', shell=True)\n",
-}
+LEAKS = """
+KEEP = []
+
+def test_a_thread():
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+def test_a_file(tmp_path):
+    os.open(tmp_path / "f", os.O_CREAT)
+
+def test_a_memfd():
+    os.memfd_create("arena")
+
+def test_a_pidfd():
+    os.pidfd_open(os.getpid())
+
+def test_a_pipe():
+    os.pipe()
+
+def test_a_child():
+    KEEP.append(subprocess.Popen(["sleep", "60"]))
+
+def test_an_agent():
+    subprocess.run("setsid sleep 60 >/dev/null 2>&1 & sleep 0.5", shell=True)
+"""
 
 
-@pytest.mark.parametrize("what", LEAKS)
-def test_a_leak_fails_the_test(what: str, tmp_path: Path) -> None:
-    said = _pytest(tmp_path, LEAKS[what])
-    assert "the test left behind" in said
-    assert "ERROR test_it.py::test_x" in said
+def test_each_leak_fails_the_test_that_leaked(tmp_path: Path) -> None:
+    said = _pytest(tmp_path, LEAKS)
+    for name in re.findall(r"def (test_\w+)", LEAKS):
+        assert re.search(rf"ERROR test_it.py::{name} .*the test left behind", said), name
 
 
 def test_a_test_that_cleans_up_passes(tmp_path: Path) -> None:

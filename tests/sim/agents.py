@@ -310,8 +310,8 @@ class SimPeer(Peer):
         world.owner = before
 
 
-class SimConnection:
-    """A rank's end, as client.Connection."""
+class SimConnection(client.Connection):
+    """A rank's end: all of it but for the socket."""
 
     def __init__(
         self,
@@ -321,57 +321,30 @@ class SimConnection:
         on_lost: Callable[[str], None],
         role: str = "trainer",
     ) -> None:
-        """Errors: as client.Connection."""
         self.agent, self._on_message, self._on_lost = agent, on_message, on_lost
         self._peer = SimPeer(agent, self, pid)
         self._way = Way(agent.world, agent.fabric.local_delay_s)
-        self._pending: dict[int, client.Pending] = {}
-        self._numbers = itertools.count(1)
-        self._closed = False
+        self._lock, self._next_id, self._is_closed = threading.Lock(), 0, False
+        self._pending_by_id: dict[int, client.Pending] = {}
         agent.server.peers[self._peer] = None
         hello = self.request("hello", {"version": client.VERSION, "role": role})
         self.incarnation, self.agent_pid = str(hello.fields["incarnation"]), agent.pid
 
-    @property
-    def is_open(self) -> bool:
-        return not self._closed
-
-    def request(
-        self, kind: str, fields: Any = None, fds: Any = (), blobs: Any = (), timeout_s: float | None = 120.0
-    ) -> messages.Message:
-        pending = self.start_request(kind, fields, fds, blobs)
-        try:
-            return pending.wait_for_answer(timeout_s)
-        except TimeoutError as exc:
-            raise AgentError(f"the agent did not answer {kind!r} within {timeout_s:g} s") from exc
-        finally:
-            pending.forget()
-
-    def start_request(self, kind: str, fields: Any = None, fds: Any = (), blobs: Any = ()) -> client.Pending:
-        pending = client.Pending(self, next(self._numbers), kind)
-        self._pending[pending.id] = pending
-        self.notify(kind, {"id": pending.id, **(fields or {})}, fds, blobs)
-        return pending
-
-    def forget(self, request_id: int) -> None:
-        self._pending.pop(request_id, None)
-
-    def notify(self, kind: str, fields: dict[str, Any], fds: Any = (), blobs: Any = ()) -> None:
-        if self._closed:
+    def _send(self, fields: dict[str, Any], fds: Any, blobs: Any) -> None:
+        if self._is_closed:
             raise AgentError("the agent is gone")
-        agent = self.agent
-        message = agent.fabric.carry({"t": kind, **fields}, fds, blobs)
+        agent, message = self.agent, self.agent.fabric.carry(fields, fds, blobs)
         self._say(lambda: agent.turn(lambda: self._handle(message)))
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             self._say(lambda: self.agent.turn(lambda: self.agent.server.disconnect_peer(self._peer)))
-            self._fail()
+            self._fail_pending()
 
     def died(self) -> None:
         """The rank's process is dead."""
-        self._closed = True
+        self._is_closed = True
         agent, peer = self.agent, self._peer
 
         def seen() -> None:
@@ -404,32 +377,26 @@ class SimConnection:
     # -- at the rank
 
     def arrived(self, message: messages.Message) -> None:
-        if self._closed:
+        if self._is_closed:
             message.close()
         elif message.kind in ("reply", "error"):
-            asked = self._pending.pop(message.fields["id"], None)
+            asked = self._pending_by_id.pop(message.fields["id"], None)
             if asked is not None:
                 asked.future.set_result(message)
             else:
                 message.close()
         elif "id" in message.fields and message.kind == "progress":
-            moving = self._pending.get(message.fields["id"])
+            moving = self._pending_by_id.get(message.fields["id"])
             if moving is not None:
                 moving.progress.set()
         else:
             self._on_message(message)
 
     def ended(self, why: str) -> None:
-        if not self._closed:
-            self._closed = True
-            self._fail()
+        if not self._is_closed:
+            self._is_closed = True
+            self._fail_pending()
             self._on_lost(why)
-
-    def _fail(self) -> None:
-        pending, self._pending = list(self._pending.values()), {}
-        for each in pending:
-            if not each.future.done():
-                each.future.set_exception(AgentError("the agent ended before it answered"))
 
 
 class _Clock:

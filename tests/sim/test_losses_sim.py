@@ -10,15 +10,16 @@ A schedule is one seed. CKPT_SIM_SCHEDULES: two hundred times how many; CKPT_TES
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -37,7 +38,7 @@ from tests.agent import fake
 from tests.agent.adaptive.test_alarms import good
 from tests.agent.nodes.cluster import line
 from tests.sim.agents import Fabric
-from tests.sim.jobs import SimJob, SimRank
+from tests.sim.jobs import SimJob
 from tests.sim.world import World, each_life, living
 
 SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // 200)
@@ -73,6 +74,7 @@ class Life:
             agent = self.fabric.lend(LENDER, MemoryNodeOptions(self.key, "10.0.0.1:0", 1 << 30, commit_after_s=20.0))
             self.lender = str(agent.node.addresses[0])
         self.safe = 0
+        self.committed_steps: list[int] = []  # that a restart would go on from, once all is over
         self.alarms = random.Random(f"{seed} alarms")
         self.alarmed = 0
         if self.alarms.random() < 0.5:
@@ -107,18 +109,12 @@ class Life:
     def begin(self, seen: Counter[str]) -> SimJob:
         rng = self.rng
         spread = sorted(node for node in self.nodes for _ in range(rng.choice((1, 1, 2))))
-        job = SimJob(self.fabric, spread, self.key, self.options)
-        for rank in job.ranks:
-            rank.peers = [self.lender] if self.lender is not None else []
-            self.before_it_starts(rank)
-        job.start(round(40.0 / self.step_s), lambda rank: rng.uniform(0.8, 1.2) * self.step_s)
+        job = self.start(spread, steps=round(40.0 / self.step_s))
         self.world.run(lambda: job.trains or job.is_over, LONG_S)
         restored = job.restored_step
         assert restored >= self.safe, f"step {self.safe} was safe, and it goes on from {restored}"
         seen[f"restored {'newer' if restored > self.safe else 'it'}" if self.safe else "first"] += 1
         return job
-
-    def before_it_starts(self, rank: SimRank) -> None: ...
 
     def _until_safe(self, job: SimJob, seen: Counter[str]) -> None:
         """Until something of its own is safe, and a while. An agent may die before: what it kept for others goes with
@@ -203,6 +199,31 @@ class Life:
         self.wait(self.rng.uniform(1.0, 10.0))
         self.replace_some()
 
+    def start(self, spread: Sequence[int], step_s: float | None = None, steps: int = 1000) -> SimJob:
+        """A job with a rank on each of these nodes, whose steps take so long, or about as long as this life has it."""
+        job = SimJob(self.fabric, spread, self.key, self.options)
+        for rank in job.ranks:
+            rank.peers = [self.lender] if self.lender is not None else []
+        job.start(steps, lambda rank: step_s or self.rng.uniform(0.8, 1.2) * self.step_s)
+        return job
+
+    def start_again(self, spread: Sequence[int], step_s: float) -> SimJob:
+        """One that trains, and has gone on from what was safe or from something newer."""
+        job = self.start(spread, step_s)
+        self.world.run(lambda: job.trains, LONG_S)
+        assert job.restored_step >= self.safe
+        return job
+
+    def until_told(self, job: SimJob, *levels: str) -> None:
+        """Until something of it is at one of these levels, which is safe from then on."""
+        self.world.run(lambda: self.told(job, *levels) > 0, LONG_S)
+        self.safe = self.told(job, *levels)
+
+    def until_agents_are_gone(self) -> None:
+        """The store takes all again, and what is left is committed."""
+        self.refuses = False
+        self.world.run(lambda: not self.fabric.agents, 3 * LINGER_S)
+
     def take_away(self, job: SimJob, lost: int) -> None:
         """The machine, with all that runs there."""
         for rank in job.ranks:
@@ -218,7 +239,9 @@ class Life:
         """That the machine has on which this is asked."""
         return 8 << 30
 
-    def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
+    @contextlib.contextmanager
+    def lived(self) -> Iterator[None]:
+        """The world is as this life has it, and nothing of that is left afterwards."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fake, "ROWS", 16)
             patch.setattr(outcomes, "WINDOW_S", ALARM_S)
@@ -234,7 +257,7 @@ class Life:
 
             patch.setattr(MemoryBackend, "put", slow)
             try:
-                return run() if run is not None else self.run()
+                yield
             finally:
                 self.fabric.close()
 
@@ -242,7 +265,8 @@ class Life:
 def live(seed: int, kind: type[Life] = Life) -> Counter[str]:
     with living(seed) as world:
         life = kind(world, seed, replace(read_settings(), notices="off"))
-        seen = life.live()
+        with life.lived():
+            seen = life.run()
         seen["alarms"] = life.alarmed
     line(life.url)
     del memory._STORES[life.url]
@@ -250,234 +274,160 @@ def live(seed: int, kind: type[Life] = Life) -> Counter[str]:
     return seen
 
 
+L = TypeVar("L", bound=Life)
+
+
+@contextlib.contextmanager
+def a_life(kind: type[L], seed: int = 0, **given: Any) -> Iterator[L]:
+    """One of which the test says what happens, without a memory-only node and with one copy, until it is left. `given`:
+    attributes of it, or options of its jobs."""
+    with living(seed) as world:
+        life = kind(world, seed, replace(read_settings(), notices="off"))
+        life.lender = None
+        life.options |= {"peers": {"replicas": 1}}
+        for name, value in given.items():
+            if name in life.options:
+                life.options[name] = value
+            else:
+                setattr(life, name, value)
+        with life.lived():
+            yield life
+    life.committed_steps = [identity.version.step for identity in line(life.url)]
+    del memory._STORES[life.url]
+
+
 def test_what_a_restarted_agent_could_not_take_over_before_a_rank_died_is_what_the_next_start_goes_on_from() -> None:
     """The coordinator's agent dies, and before all ranks have come to the next one a rank of its node does, too."""
     for seed in range(20):
-        with living(seed) as world:
-            life = Life(world, seed, replace(read_settings(), notices="off"))
-            life.nodes, life.refuses, life.lender = [0, 1], True, None
-            life.options |= {"peers": {"replicas": 1}}
-
-            def run(life: Life = life, world: World = world) -> Counter[str]:
-                job = SimJob(life.fabric, (0, 0, 1, 1), life.key, life.options)
-                job.start(1000, lambda rank: 0.1)
-                world.run(lambda: life.told(job) > 0, LONG_S)
-                life.safe = life.told(job)
-                life.fabric.kill(0)
-                life.wait(life.rng.uniform(0.0, 2.0))
-                job.ranks[0].die()
-                life.wait(life.rng.uniform(0.0, 2.0))
-                job.die(0.1)
-                life.wait(5.0)
-                again = life.begin(Counter())
-                again.die(0.1)
-                return Counter()
-
-            life.live(run)
-        del memory._STORES[life.url]
+        with a_life(Life, seed, nodes=[0, 1], refuses=True) as life:
+            job = life.start((0, 0, 1, 1), 0.1)
+            life.until_told(job)
+            life.fabric.kill(0)
+            life.wait(life.rng.uniform(0.0, 2.0))
+            job.ranks[0].die()
+            life.wait(life.rng.uniform(0.0, 2.0))
+            job.die(0.1)
+            life.wait(5.0)
+            life.begin(Counter()).die(0.1)
 
 
 @pytest.mark.parametrize(("first", "then"), [((0,), (0, 1)), ((0, 0), (0, 0, 1, 2)), ((1,), (0, 1))])
 def test_what_a_job_of_one_node_has_in_memory_only_is_what_several_nodes_go_on_from(
     first: tuple[int, ...], then: tuple[int, ...]
 ) -> None:
-    with living(0) as world:
-        life = Life(world, 0, replace(read_settings(), notices="off"))
-        life.refuses, life.lender = True, None
-        life.options |= {"peers": {"replicas": 1}}
-
-        def run() -> Counter[str]:
-            job = SimJob(life.fabric, first, life.key, life.options)
-            job.start(1000, lambda rank: 0.1)
-            world.run(lambda: life.told(job, "local") > 0, LONG_S)
-            life.safe = life.told(job, "local")
-            job.die(0.1)
-            life.wait(3.0)
-            again = SimJob(life.fabric, then, life.key, life.options)
-            again.start(1000, lambda rank: 0.1)
-            world.run(lambda: again.trains, LONG_S)
-            assert again.restored_step >= life.safe
-            again.die(0.1)
-            return Counter()
-
-        life.live(run)
-    del memory._STORES[life.url]
+    with a_life(Life, refuses=True) as life:
+        job = life.start(first, 0.1)
+        life.until_told(job, "local")
+        job.die(0.1)
+        life.wait(3.0)
+        life.start_again(then, 0.1).die(0.1)
 
 
-def test_what_a_start_makes_again_from_parity_goes_before_training_and_what_training_keeps_does_not() -> None:
-    for seed in range(5):
-        with living(seed) as world:
-            life = Life(world, seed, replace(read_settings(), notices="off"))
-            life.nodes, life.refuses, life.lender, life.put_s = [0, 1, 2], False, None, 1e-4
-            life.options |= {"peers": {"data": 2, "parity": 1}, "policy": {"steps": 20, "seconds": None}}
-
-            def run(life: Life = life, world: World = world) -> Counter[str]:
-                job, moved = SimJob(life.fabric, (0, 1, 2), life.key, life.options), life.fabric.moved
-                job.start(1000, lambda rank: 0.1)
-                # In the store, too: a commit under way would have the lost part made again for itself.
-                world.run(lambda: min(life.told(job, "peer"), life.told(job, "store")) > 0, LONG_S)
-                life.safe = life.told(job)
-                life.take_away(job, 2)
-                job.die(0.1)
-                assert moved
-                assert not any(urgent for _, urgent in moved)
-                moved.clear()
-                again = SimJob(life.fabric, (0, 1), life.key, life.options)
-                again.start(1000, lambda rank: 0.1)
-                world.run(lambda: again.trains, LONG_S)
-                assert again.restored_step >= life.safe
-                assert {urgent for name, urgent in moved if name.startswith("parity/")} == {True}
-                again.die(0.1)
-                return Counter()
-
-            life.live(run)
-        del memory._STORES[life.url]
+@pytest.mark.parametrize("seed", range(5))
+def test_what_a_start_makes_again_from_parity_goes_before_training_and_what_training_keeps_does_not(seed: int) -> None:
+    parity = {"peers": {"data": 2, "parity": 1}, "policy": {"steps": 20, "seconds": None}}
+    with a_life(Life, seed, nodes=[0, 1, 2], refuses=False, put_s=1e-4, **parity) as life:
+        job, moved = life.start((0, 1, 2), 0.1), life.fabric.moved
+        # In the store, too: a commit under way would have the lost part made again for itself.
+        life.world.run(lambda: min(life.told(job, "peer"), life.told(job, "store")) > 0, LONG_S)
+        life.safe = life.told(job)
+        life.take_away(job, 2)
+        job.die(0.1)
+        assert moved
+        assert not any(urgent for _, urgent in moved)
+        moved.clear()
+        again = life.start_again((0, 1), 0.1)
+        assert {urgent for name, urgent in moved if name.startswith("parity/")} == {True}
+        again.die(0.1)
 
 
 def started_by_the_other_node(life: Life, level: str) -> SimJob:
     """A start that trains, by which rank 0 is on another node than in the one before, which saved at `level`."""
-    job = SimJob(life.fabric, (0, 1), life.key, life.options)
-    job.start(1000, lambda rank: 0.5)
-    life.world.run(lambda: life.told(job, level) > 0, LONG_S)
-    life.safe = life.told(job, level)
+    job = life.start((0, 1), 0.5)
+    life.until_told(job, level)
     job.die(0.1)
     life.wait(2.0)
-    again = SimJob(life.fabric, (1, 0), life.key, life.options)
-    again.start(1000, lambda rank: 0.5)
-    life.world.run(lambda: again.trains, LONG_S)
-    return again
+    return life.start_again((1, 0), 0.5)
+
+
+SELDOM = {"policy": {"steps": 10, "seconds": None}}
 
 
 @pytest.mark.parametrize("refuses", [False, True], ids=["all in the store", "the newest in memory only"])
 def test_agents_that_have_led_one_start_each_do_not_keep_each_other_for_ever(refuses: bool) -> None:
     """The second one, by which rank 0 is on another node, ends before it has made anything complete."""
-    with living(0) as world:
-        life = Life(world, 0, replace(read_settings(), notices="off"))
-        life.lender, life.refuses = None, refuses
-        life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
-
-        def run() -> Counter[str]:
-            again = started_by_the_other_node(life, "peer")
-            assert again.restored_step >= life.safe
-            again.die(0.1)
-            life.wait(1.0)
-            life.refuses = False
-            world.run(lambda: not life.fabric.agents, 3 * LINGER_S)
-            return Counter()
-
-        life.live(run)
-    assert line(life.url)[-1].version.step >= life.safe
-    del memory._STORES[life.url]
+    with a_life(Life, refuses=refuses, **SELDOM) as life:
+        started_by_the_other_node(life, "peer").die(0.1)
+        life.wait(1.0)
+        life.until_agents_are_gone()
+    assert life.committed_steps[-1] >= life.safe
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["all are there, each with its part", "the later one's is lost"])
 def test_what_a_start_has_left_is_committed_where_its_coordinator_follows_a_later_one_that_saved_nothing(
     copies: bool,
 ) -> None:
-    with living(0) as world:
-        life = Life(world, 0, replace(read_settings(), notices="off"))
-        life.lender, life.refuses = None, True
-        life.options |= {"peers": {"replicas": 1} if copies else None, "policy": {"steps": 10, "seconds": None}}
-
-        def run() -> Counter[str]:
-            again = started_by_the_other_node(life, "peer" if copies else "local")
-            again.die(0.1)
-            life.wait(1.0)
-            if copies:
-                life.fabric.lose(1)
-            life.refuses = False
-            world.run(lambda: not life.fabric.agents, 3 * LINGER_S)
-            return Counter()
-
-        life.live(run)
-    assert line(life.url)[-1].version.step >= life.safe
-    del memory._STORES[life.url]
+    with a_life(Life, refuses=True, peers={"replicas": 1} if copies else None, **SELDOM) as life:
+        started_by_the_other_node(life, "peer" if copies else "local").die(0.1)
+        life.wait(1.0)
+        if copies:
+            life.fabric.lose(1)
+        life.until_agents_are_gone()
+    assert life.committed_steps[-1] >= life.safe
 
 
 def test_what_a_later_start_went_on_from_is_found_by_the_agent_whose_own_start_of_it_may_save_no_more() -> None:
     """The later one is led by the other node, and ends before it has saved anything; the third one by this node."""
-    with living(0) as world:
-        life = Life(world, 0, replace(read_settings(), notices="off"))
-        life.lender, life.refuses = None, True
-        life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
-
-        def run() -> Counter[str]:
-            started_by_the_other_node(life, "peer").die(0.1)
-            first_led_by = life.fabric.agents[0]
-            world.run(lambda: bool(first_led_by.node.context.store.claims.refusal_reasons), LONG_S)
-            third = SimJob(life.fabric, (0, 1), life.key, life.options)
-            third.start(1000, lambda rank: 0.5)
-            world.run(lambda: third.trains, LONG_S)
-            assert life.fabric.agents[0] is first_led_by
-            assert third.restored_step >= life.safe
-            third.die(0.1)
-            return Counter()
-
-        life.live(run)
-    del memory._STORES[life.url]
+    with a_life(Life, refuses=True, **SELDOM) as life:
+        started_by_the_other_node(life, "peer").die(0.1)
+        first_led_by = life.fabric.agents[0]
+        life.world.run(lambda: bool(first_led_by.node.context.store.claims.refusal_reasons), LONG_S)
+        third = life.start_again((0, 1), 0.5)
+        assert life.fabric.agents[0] is first_led_by
+        third.die(0.1)
 
 
 def test_who_coordinates_a_job_that_goes_on_does_not_stand_still_for_who_would_commit_what_earlier_ones_left() -> None:
-    with living(0) as world:
-        life = Life(world, 0, replace(read_settings(), notices="off"))
-        life.nodes, life.refuses, life.lender = [0, 1], False, None
-
-        def run() -> Counter[str]:
-            job = SimJob(life.fabric, (0, 1), life.key, life.options)
-            job.start(1000, lambda rank: 1.0)
-            world.run(lambda: job.trains, LONG_S)
-            node = life.fabric.agents[0].node
-            with pytest.raises(AgentError, match="goes on"):
-                node.orphans.grant_lease("another", for_orphans=True)
-            assert not node.memory.inventory_lease.is_held
-            job.die(0.1)
-            return Counter()
-
-        life.live(run)
-    del memory._STORES[life.url]
+    with a_life(Life, nodes=[0, 1], refuses=False) as life:
+        job = life.start_again((0, 1), 1.0)
+        node = life.fabric.agents[0].node
+        with pytest.raises(AgentError, match="goes on"):
+            node.orphans.grant_lease("another", for_orphans=True)
+        assert not node.memory.inventory_lease.is_held
+        job.die(0.1)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["at the start", "by an agent that was started again"])
 def test_what_a_start_goes_on_from_is_shown_to_be_safe_once_it_has_its_copies_again(again: bool) -> None:
-    with living(0) as world:
-        life = Life(world, 0, replace(read_settings(), notices="off"))
-        life.nodes, life.refuses, life.lender, life.fabric.frame_s = [0, 1, 2], True, None, 1.0
-        # A node is lost, and then what an agent kept.
-        life.options |= {"peers": {"replicas": 1 + again}, "policy": {"steps": 5, "seconds": None}}
+    # A node is lost, and then what an agent kept.
+    options = {"peers": {"replicas": 1 + again}, "policy": {"steps": 5, "seconds": None}}
+    with a_life(Life, nodes=[0, 1, 2], refuses=True, **options) as life:
+        life.fabric.frame_s = 1.0
+        job = life.start((0, 1, 2), 5.0)
+        life.until_told(job, "peer")
+        life.take_away(job, 2)
+        job.die(0.1)
+        life.wait(3.0)
+        job = life.start((0, 1), 100.0)
+        if again:
+            life.world.run(lambda: job.trains, LONG_S)
+            life.fabric.kill(0)
+            life.world.run(lambda: 0 in life.fabric.agents, LONG_S)
+        node, copying = life.fabric.agents[0].node, 0
 
-        def run() -> Counter[str]:
-            job = SimJob(life.fabric, (0, 1, 2), life.key, life.options)
-            job.start(1000, lambda rank: 5.0)
-            world.run(lambda: life.told(job, "peer") > 0, LONG_S)
-            life.safe = life.told(job, "peer")
-            life.take_away(job, 2)
-            job.die(0.1)
-            life.wait(3.0)
-            job = SimJob(life.fabric, (0, 1), life.key, life.options)
-            job.start(1000, lambda rank: 100.0)
-            if again:
-                world.run(lambda: job.trains, LONG_S)
-                life.fabric.kill(0)
-                world.run(lambda: 0 in life.fabric.agents, LONG_S)
-            node, copying = life.fabric.agents[0].node, 0
+        def is_shown() -> bool:
+            nonlocal copying
+            now, safe = node.context.jobs.current, node.context.status_view.account.newest_by_level.get("peer")
+            copies = now.replication.rereplication if now is not None else None
+            if copies is not None and copies.is_copying:
+                assert safe is None, "they are on their way"
+                copying += 1
+            return copying > 0 and safe is not None
 
-            def is_shown() -> bool:
-                nonlocal copying
-                now, safe = node.context.jobs.current, node.context.status_view.account.newest_by_level.get("peer")
-                copies = now.replication.rereplication if now is not None else None
-                if copies is not None and copies.is_copying:
-                    assert safe is None, "they are on their way"
-                    copying += 1
-                return copying > 0 and safe is not None
-
-            world.run(is_shown, LONG_S)
-            assert node.context.status_view.account.newest_by_level["peer"][0].step == life.safe == job.restored_step
-            world.run(lambda: life._is_again(job), LONG_S)
-            job.die(0.1)
-            return Counter()
-
-        life.live(run)
-    del memory._STORES[life.url]
+        life.world.run(is_shown, LONG_S)
+        assert node.context.status_view.account.newest_by_level["peer"][0].step == life.safe == job.restored_step
+        life.world.run(lambda: life._is_again(job), LONG_S)
+        job.die(0.1)
 
 
 @pytest.mark.timeout(300 * max(1, SCHEDULES // 50))

@@ -14,11 +14,12 @@ CKPT_TEST_SEED: the first.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,18 +31,17 @@ from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state import memory_pressure
 from ckpt.agent.state.accounting import Accounting
-from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
 from ckpt.ipc.arena import Arena
 from ckpt.placement.groups import PlacementNode
 from ckpt.placement.placement import place
-from ckpt.settings import Settings, read_settings
+from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity, Version
 from tests.agent import fake
 from tests.sim.agents import AgentProcess
 from tests.sim.jobs import SimJob, SimRank
-from tests.sim.test_losses_sim import LENDER, LONG_S, Life, live
-from tests.sim.world import World, each_life, living
+from tests.sim.test_losses_sim import LENDER, LONG_S, Life, a_life, live
+from tests.sim.world import World, each_life
 
 EACH = 200 if os.environ.get("CKPT_SIM_DEEP") else 1000
 SCHEDULES = max(10, int(os.environ.get("CKPT_SIM_SCHEDULES", "4000")) // EACH)
@@ -240,14 +240,9 @@ class Short(Life):
             self.nodes if everywhere else rng.sample(self.nodes, rng.randint(min(2, len(self.nodes)), len(self.nodes)))
         )
         spread = sorted(node for node in some for _ in range(rng.choice((1, 1, 2))))
-        job = SimJob(self.fabric, spread, self.key, self.options)
-        for rank in job.ranks:
-            rank.peers = [self.lender] if self.lender is not None else []
         owed = self.promise.identity if self.promise is not None and self._left(self.promise) >= 0 else None
         owed = max(filter(None, (owed, self.committed)), default=None)
-        job.start(
-            round((2000.0 if everywhere else 80.0) / self.step_s), lambda rank: rng.uniform(0.8, 1.2) * self.step_s
-        )
+        job = self.start(spread, steps=round((2000.0 if everywhere else 80.0) / self.step_s))
         until_s = self.world.now_s + SHORT_S
         self.world.run(lambda: job.trains or job.is_over or self.world.now_s > until_s, LONG_S)
         if not job.trains:
@@ -299,7 +294,8 @@ class Short(Life):
                 return f"node {agent.number} has {sorted(map(str, old))}"
         return ""
 
-    def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
+    @contextlib.contextmanager
+    def lived(self) -> Iterator[None]:
         world, life = self.world, self
         until_of, put = world.run, MemoryBackend.put
         replicate, replicated = ReplicationManager.replicate, Accounting.record_replication
@@ -344,7 +340,8 @@ class Short(Life):
             patch.setattr("ckpt.agent.runtime.memory_plan.total_bytes", lambda: memory_pressure.RESERVE_PARTS * SLOT)
             patch.setattr("ckpt.agent.replication.replication_manager.WORK_BYTES", 1 << 16)
             patch.setattr("ckpt.agent.replication.rebuild_queue.SCRATCH_BYTES", 1 << 16)
-            return super().live(run)
+            with super().lived():
+                yield
 
 
 @pytest.mark.timeout(300 * max(1, SCHEDULES // 50))
@@ -353,160 +350,40 @@ def test_what_is_safe_stays_so_where_memory_is_short(part: int) -> None:
     each_life(lambda seed: live(seed, Short), SCHEDULES, part)
 
 
-def test_what_is_safe_stays_where_an_agent_is_started_again_and_nobody_has_room_for_copies_any_more() -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_safe_stays_where_an_agent_is_started_again_and_nobody_has_room_for_copies_any_more(seed: int) -> None:
     """Two of three nodes may be lost, and with the coordinator's agent one of these went; what is newer lies on one
     node each."""
-    for seed in range(3):
-        with living(seed) as world:
-            life = Short(world, seed, replace(read_settings(), notices="off"))
-            life.nodes, life.lender, life.refuses, life.plenty = [0, 1, 2], None, True, True
-            life.options |= {"peers": {"replicas": 2}, "policy": {"steps": 3, "seconds": None}}
-
-            def run(life: Short = life, world: World = world) -> Counter[str]:
-                job = SimJob(life.fabric, (0, 1, 2), life.key, life.options)
-                job.start(1000, lambda rank: 0.5)
-                world.run(lambda: life.told(job, "peer") > 0, LONG_S)
-                for rank in job.ranks:  # what it says when it comes back: three slots, and nothing for others
-                    rank.options = {**life.options, "limits": {"memory": int(5.2 * SLOT), "bandwidth": None}}
-                life.fabric.kill(0)
-                safe, newest = life.told(job, "peer"), life.told(job, "local")
-                world.run(lambda: life.told(job, "local") > newest + 10, 60.0)
-                life.refuses = False
-                agents = [life.fabric.agents[node] for node in (1, 2)]
-                assert all(agent.node.memory.replicas.kept.identities for agent in agents)
-                world.run(lambda: not any(agent.node.memory.replicas.arenas.bytes for agent in agents), 120.0)
-                assert life.told(job, "store") > safe, "they have gone for something newer"
-                job.die(0.1)
-                return Counter()
-
-            life.live(run)
-        del memory._STORES[life.url]
-
-
-def test_copies_are_planned_with_no_memory_that_nodes_keep_free_for_other_processes() -> None:
-    """Of a large machine with little left that is more than a plan leaves: the copies gave way to a third slot, and of
-    nothing but the first checkpoint any could be made."""
-    with living(0) as world:
-        life = Short(world, 0, replace(read_settings(), notices="off"))
-        life.nodes, life.lender, life.refuses = [0, 1], None, True
-        life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
-        life.step_s, life.fabric.frame_s = 0.5, 0.01
-
-        def run() -> Counter[str]:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Short, "_room", lambda life, node: 9.5 * SLOT)
-                patch.setattr(
-                    "ckpt.agent.runtime.memory_plan.COMMIT_BYTES", SLOT // 16
-                )  # it is little beside a large state
-                patch.setattr(
-                    "ckpt.agent.runtime.memory_plan.total_bytes", lambda: 5 * SLOT * memory_pressure.RESERVE_PARTS
-                )
-                job = SimJob(life.fabric, (0, 1), life.key, life.options)
-                job.start(1000, lambda rank: life.step_s)
-                world.run(lambda: life.told(job, "local") > 100, LONG_S)
-                assert life.told(job, "peer") > 80, "each has copies"
-                job.die(0.1)
-            return Counter()
-
-        life.live(run)
-    del memory._STORES[life.url]
-
-
-@pytest.mark.parametrize("dies", [None, 0, 1])
-def test_a_state_that_grows_leaves_no_memory_in_slots_that_it_has_no_more(dies: int | None) -> None:
-    """An optimizer's state appears in the first step, and of three slots there are two. The third one counted as free,
-    and for ever no copy could be made where it lay. Also where an agent is lost just then, maybe with the word."""
-    for seed in range(3 if dies is None else 10):
-        with living(seed) as world:
-            life = Short(world, seed, replace(read_settings(), notices="off"))
-            life.nodes, life.lender, life.refuses = [0, 1], None, dies is None
-            life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
-            life.step_s, life.fabric.frame_s = 0.5, 0.01
-
-            def train(rank: SimRank, step: int) -> None:
-                if step == 4:
-                    rank.relayout(2 * SLOT // 4)
-                fake.FakeRank.train(rank, step)
-
-            def run(life: Short = life, world: World = world) -> Counter[str]:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Short, "_room", lambda life, node: 9.4 * SLOT)
-                    patch.setattr(
-                        "ckpt.agent.runtime.memory_plan.COMMIT_BYTES", SLOT // 16
-                    )  # it is little beside a large state
-                    patch.setattr(SimRank, "train", train)
-                    job = SimJob(life.fabric, (0, 1), life.key, life.options)
-                    job.start(1000, lambda rank: life.step_s)
-                    world.run(lambda: job.trains and job.ranks[0].extra > 0, LONG_S)
-                    assert sorted(job.ranks[0].slots) == [0, 1, 2]
-                    if dies is not None:
-                        world.at(world.rng.uniform(0.0, 0.3), lambda: life.fabric.kill(dies))
-                    world.run(lambda: life.told(job, "local") > 100, LONG_S)
-                    assert life.told(job, "peer") > 80, "each has copies"
-                    assert [sorted(rank.slots) for rank in job.ranks] == [[0, 1]] * 2
-                    node, other = (life.fabric.agents[number].node for number in (0, 1))
-                    led = node.context.jobs.current
-                    assert led is not None
-                    assert [
-                        sorted(led.local_share.arenas),
-                        sorted(other.context.jobs.followed[0].local_share.arenas),
-                    ] == [[0, 1]] * 2
-                    job.die(0.1)
-                return Counter()
-
-            life.live(run)
-        del memory._STORES[life.url]
-
-
-def test_a_state_that_shrinks_leaves_no_memory_in_arenas_that_are_too_large_for_it() -> None:
-    """They were used as they were, and what they had more counted as free: for ever no copy could be made there."""
-    with living(0) as world:
-        life = Short(world, 0, replace(read_settings(), notices="off"))
-        life.nodes, life.lender, life.refuses = [0, 1], None, False
-        life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
-        life.step_s, life.fabric.frame_s = 0.5, 0.01
-
-        def train(rank: SimRank, step: int) -> None:
-            if step == 40:
-                rank.relayout(0)
-            fake.FakeRank.train(rank, step)
-
-        def run() -> Counter[str]:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Short, "_room", lambda life, node: 7.2 * SLOT)
-                patch.setattr(
-                    "ckpt.agent.runtime.memory_plan.COMMIT_BYTES", SLOT // 16
-                )  # it is little beside a large state
-                patch.setattr(SimRank, "train", train)
-                job = SimJob(life.fabric, (0, 1), life.key, life.options)
-                for rank in job.ranks:
-                    rank.extra = 2 * SLOT // 4
-                job.start(1000, lambda rank: life.step_s)
-                world.run(lambda: life.told(job, "local") > 20, LONG_S)
-                large = job.ranks[0].slots[0].size_bytes
-                assert life.told(job, "peer") == 0, "there is room for slots only"
-                world.run(lambda: life.told(job, "local") > 120, LONG_S)
-                assert life.told(job, "peer") > 100, "each has copies"
-                assert all(arena.size_bytes < large / 2 for rank in job.ranks for arena in rank.slots.values())
-                job.die(0.1)
-            return Counter()
-
-        life.live(run)
-    del memory._STORES[life.url]
+    options = {"peers": {"replicas": 2}, "policy": {"steps": 3, "seconds": None}}
+    with a_life(Short, seed, nodes=[0, 1, 2], refuses=True, plenty=True, **options) as life:
+        job = life.start((0, 1, 2), 0.5)
+        life.world.run(lambda: life.told(job, "peer") > 0, LONG_S)
+        for rank in job.ranks:  # what it says when it comes back: three slots, and nothing for others
+            rank.options = {**life.options, "limits": {"memory": int(5.2 * SLOT), "bandwidth": None}}
+        life.fabric.kill(0)
+        safe, newest = life.told(job, "peer"), life.told(job, "local")
+        life.world.run(lambda: life.told(job, "local") > newest + 10, 60.0)
+        life.refuses = False
+        agents = [life.fabric.agents[node] for node in (1, 2)]
+        assert all(agent.node.memory.replicas.kept.identities for agent in agents)
+        life.world.run(lambda: not any(agent.node.memory.replicas.arenas.bytes for agent in agents), 120.0)
+        assert life.told(job, "store") > safe, "they have gone for something newer"
+        job.die(0.1)
 
 
 class Little(Short):
-    """Two nodes of one rank each, and room is what the test says."""
+    """Two nodes of one rank each, and room is what the test says. What commits take is little, as beside a large
+    state."""
 
     def __init__(self, world: World, seed: int, settings: Settings) -> None:
         super().__init__(world, seed, settings)
         self.nodes, self.refuses, self.squeezed = [0, 1], False, True
-        self.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
+        self.options |= {"policy": {"steps": 10, "seconds": None}}
         self.step_s, self.fabric.frame_s = 0.5, 0.01
 
     def has_room(self, slots: float) -> None:
         """Where it is for three slots of a node's own it is 4.1, and a SLOT more for each generation of copies: with
-        what the node leaves to others, and what commits take, which here is little."""
+        what the node leaves to others, and what commits take."""
         self.rooms |= dict.fromkeys(self.nodes, slots * SLOT)
 
     def lend(self, at: str) -> str:
@@ -515,13 +392,14 @@ class Little(Short):
         return str(agent.node.addresses[0])
 
     def begin_here(self) -> SimJob:
-        job = SimJob(self.fabric, (0, 1), self.key, self.options)
-        for rank in job.ranks:
-            rank.peers = [self.lender] if self.lender is not None else []
-        job.start(100_000, lambda rank: self.step_s)
-        self.world.run(lambda: self.told(job, "peer") > 50, LONG_S)
+        job = self.start((0, 1), self.step_s, steps=100_000)
+        self.until_step(job, 50, "peer")
         assert self.slots(job) == [3, 3]
         return job
+
+    def until_step(self, job: SimJob, step: int, level: str = "local") -> None:
+        """Until one after that step is at that level."""
+        self.world.run(lambda: self.told(job, level) > step, LONG_S)
 
     def warnings(self, job: SimJob) -> int:
         """How often it was said that not all have copies."""
@@ -531,60 +409,109 @@ class Little(Short):
     def until_copies_have_gone(self, job: SimJob, warnings: int) -> None:
         """It is said, all slots stay, and steps are committed."""
         self.world.run(lambda: self.warnings(job) > warnings, LONG_S)
-        newest = self.told(job, "local")
-        self.world.run(lambda: self.told(job, "store") > newest, LONG_S)
+        self.until_step(job, self.told(job, "local"), "store")
         assert self.slots(job) == [3, 3]
 
     def slots(self, job: SimJob) -> list[int]:
         """How many each rank has."""
         return [len(rank.slots) for rank in job.ranks]
 
-    def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
-        with pytest.MonkeyPatch.context() as patch:
+    @contextlib.contextmanager
+    def lived(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch, super().lived():
             patch.setattr("ckpt.agent.runtime.memory_plan.COMMIT_BYTES", SLOT // 16)
-            return super().live(run)
+            yield
 
 
-def live_little(run: Callable[[Little], None]) -> None:
-    with living(0) as world:
-        life = Little(world, 0, replace(read_settings(), notices="off"))
+def test_copies_are_planned_with_no_memory_that_nodes_keep_free_for_other_processes() -> None:
+    """Of a large machine with little left that is more than a plan leaves: the copies gave way to a third slot, and of
+    nothing but the first checkpoint any could be made."""
+    with a_life(Little, refuses=True) as life, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt.agent.runtime.memory_plan.total_bytes", lambda: 5 * SLOT * memory_pressure.RESERVE_PARTS)
+        life.has_room(9.5)
+        job = life.start((0, 1), life.step_s)
+        life.until_step(job, 100)
+        assert life.told(job, "peer") > 80, "each has copies"
+        job.die(0.1)
 
-        def ran() -> Counter[str]:
-            run(life)
-            return Counter()
 
-        life.live(ran)
-    del memory._STORES[life.url]
+@contextlib.contextmanager
+def state_of(more: Callable[[int], int]) -> Iterator[None]:
+    """In each step a rank has so many elements more."""
+
+    def train(rank: SimRank, step: int) -> None:
+        if rank.extra != more(step):
+            rank.relayout(more(step))
+        fake.FakeRank.train(rank, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimRank, "train", train)
+        yield
+
+
+GROWN = 2 * SLOT // 4  # elements: the state is three times as large
+
+
+@pytest.mark.parametrize(
+    ("dies", "seed"), [*((None, seed) for seed in range(3)), *((n, seed) for n in (0, 1) for seed in range(10))]
+)
+def test_a_state_that_grows_leaves_no_memory_in_slots_that_it_has_no_more(dies: int | None, seed: int) -> None:
+    """An optimizer's state appears in the first step, and of three slots there are two. The third one counted as free,
+    and for ever no copy could be made where it lay. Also where an agent is lost just then, maybe with the word."""
+    with a_life(Little, seed, refuses=dies is None) as life, state_of(lambda step: GROWN if step >= 4 else 0):
+        life.has_room(9.4)
+        job = life.start((0, 1), life.step_s)
+        life.world.run(lambda: job.trains and job.ranks[0].extra > 0, LONG_S)
+        assert sorted(job.ranks[0].slots) == [0, 1, 2]
+        if dies is not None:
+            life.world.at(life.world.rng.uniform(0.0, 0.3), lambda: life.fabric.kill(dies))
+        life.until_step(job, 100)
+        assert life.told(job, "peer") > 80, "each has copies"
+        assert [sorted(rank.slots) for rank in job.ranks] == [[0, 1]] * 2
+        node, other = (life.fabric.agents[number].node for number in (0, 1))
+        led = node.context.jobs.current
+        assert led is not None
+        shares = led.local_share, other.context.jobs.followed[0].local_share
+        assert [sorted(share.arenas) for share in shares] == [[0, 1]] * 2
+        job.die(0.1)
+
+
+def test_a_state_that_shrinks_leaves_no_memory_in_arenas_that_are_too_large_for_it() -> None:
+    """They were used as they were, and what they had more counted as free: for ever no copy could be made there."""
+    with a_life(Little) as life, state_of(lambda step: GROWN if step < 40 else 0):
+        life.has_room(7.2)
+        job = SimJob(life.fabric, (0, 1), life.key, life.options)
+        for rank in job.ranks:
+            rank.extra = GROWN
+        job.start(1000, lambda rank: life.step_s)
+        life.until_step(job, 20)
+        large = job.ranks[0].slots[0].size_bytes
+        assert life.told(job, "peer") == 0, "there is room for slots only"
+        life.until_step(job, 120)
+        assert life.told(job, "peer") > 100, "each has copies"
+        assert all(arena.size_bytes < large / 2 for rank in job.ranks for arena in rank.slots.values())
+        job.die(0.1)
 
 
 def test_slots_stay_and_copies_go_where_a_memory_only_node_is_lost_and_come_back_with_it() -> None:
-    def run(life: Little) -> None:
+    with a_life(Little) as life:
         life.has_room(5.5)
-        life.lender = life.lender or life.lend("10.0.0.1:0")
+        life.fabric.lose(LENDER)
+        life.lender = life.lend("10.0.0.1:0")
         job = life.begin_here()
         warnings = life.warnings(job)
         life.fabric.lose(LENDER)
         life.until_copies_have_gone(job, warnings)
-        life.lend(str(life.lender))
+        life.lend(life.lender)
         life.until_copies_are_made(job)
         assert life.slots(job) == [3, 3]
         job.die(0.1)
 
-    live_little(run)
-
 
 def test_slots_stay_and_copies_go_where_other_processes_take_memory_until_the_layout_changes() -> None:
-    more = 0  # bytes of the state
-
-    def train(rank: SimRank, step: int) -> None:
-        if rank.extra != more:
-            rank.relayout(more)
-        fake.FakeRank.train(rank, step)
-
-    def run(life: Little) -> None:
-        nonlocal more
+    more = 0
+    with a_life(Little) as life, state_of(lambda step: more):
         life.has_room(8.0)
-        life.lender = None
         job = life.begin_here()
         for is_back in (True, False):
             warnings = life.warnings(job)
@@ -601,7 +528,3 @@ def test_slots_stay_and_copies_go_where_other_processes_take_memory_until_the_la
         life.wait(100.0)
         assert life.slots(job) == [2, 2]
         job.die(0.1)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimRank, "train", train)
-        live_little(run)

@@ -204,6 +204,20 @@ def test_a_slot_into_which_a_snapshot_is_on_its_way_is_let_go_of_behind_that(mad
     assert again.arena.fd >= 0
 
 
+def test_a_slot_into_which_a_snapshot_is_on_its_way_is_made_ready_for_another_division_behind_that(made: Made) -> None:
+    """The agent has taken the appointment back that this rank has kept."""
+    slot = ready(made)
+    assert slot.hold("a snapshot")
+    former, before = slot.plan, bytes(slot.arena.view)
+    made.slots.on_staging_plan(planned(ONE, "b"), *HERE)
+    made.slots.on_grant_arena(granted("b"))
+    threading.Event().wait(0.3)
+    assert (slot.plan, bytes(slot.arena.view)) == (former, before)
+    slot.release("a snapshot")
+    made.settle()
+    assert (made.bound, made.told) == (["a", "b"], [("arena-warm", "a"), ("arena-warm", "b")])
+
+
 def test_what_is_being_made_ready_for_a_slot_that_is_let_go_of_ends(made: Made) -> None:
     slot = ready(made)
     assert slot.hold("a snapshot")
