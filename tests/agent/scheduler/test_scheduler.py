@@ -1681,6 +1681,20 @@ def test_who_saves_what_had_failed_to_be_copied_hears_what_comes_of_its_copies_t
     assert driver.levels("peer") == {str(version): not part}
 
 
+def test_who_waits_for_other_nodes_that_have_no_memory_any_more_hears_so_though_the_store_had_failed_before() -> None:
+    driver = Driver()
+    driver.place()
+    driver.complete()  # which is being copied
+    version = driver.complete()
+    driver.commit()
+    driver.commit("the disk is full")
+    driver.copy()
+    driver.replicas.is_replication_on = False
+    assert driver.levels("peer").get(str(version)) is None
+    driver.complete()
+    assert driver.levels("peer").get(str(version)) is False
+
+
 class CountedRanks(RankStates):
     """How often all of them were gone through."""
 
