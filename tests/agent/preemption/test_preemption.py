@@ -954,6 +954,16 @@ def test_polls_that_come_by_the_hundred_thousand_lead_to_none_that_cannot_be_tol
     assert ControlWord.unpack(word.pack()).sub == word.sub > driver.polls
 
 
+def test_a_hold_at_which_one_rank_has_staged_already_is_not_moved() -> None:
+    driver = about_to_hold()
+    word = driver.word()
+    driver.steps = [word.step + 1] * 2
+    driver.since_s = driver.now_s
+    driver.stage(word.attempt_number, Version(word.step), word.slot, range(1))
+    driver.evaluate(2.0)
+    assert driver.word() == word
+
+
 @pytest.mark.parametrize("asked_by", ["an uncertain notice", "a notice that was left by"])
 def test_one_checkpoint_more_that_is_asked_for_does_not_wait_for_the_end_of_an_evaluation(asked_by: str) -> None:
     driver = Polling()

@@ -942,6 +942,18 @@ def test_a_slot_goes_once_nothing_that_is_needed_lies_in_it(first: str) -> None:
     assert len(closed(driver.said)) == 1, "one is enough"
 
 
+def test_when_a_rank_comes_back_slots_that_it_or_its_agent_may_have_kept_are_closed_again() -> None:
+    """The word was lost with the connection; or what its agent was asked to make then is there, and nobody knows."""
+    driver = Driver()
+    grown(driver, 2)
+    driver.group.record_disconnect(1, driver.now_s)
+    assert closed(driver.decide()) == []
+    driver.group.record_join(1)
+    driver.divide("e", (300, 300), 2)
+    assert closed(driver.decide()) == [2, 3, 4]
+    assert closed(driver.decide()) == []
+
+
 def test_where_a_grown_state_has_one_slot_that_of_the_newest_checkpoint_is_made_anew_once_the_store_has_it() -> None:
     """There may be memory for one of the two only: nothing was saved any more."""
     driver = Driver()
