@@ -150,7 +150,7 @@ class JobCommits:
         self._policy.cost_model.record_commit_end(own.slowest_entered_s(), own.slowest_step(), took)
         self._policy.apply()
         if error:
-            context.services.account.record_commit_failure()
+            context.services.account.totals.commits_failed += 1
             context.emit("commit.failed", f"step {identity.version.step} was not committed: {error}", True)
         elif self._exports is not None:
             self._exports.note_commit(identity)
@@ -212,7 +212,7 @@ class JobCommits:
             if error := failure(done):
                 log.warning("what the store has is not known now, and is shown once something is committed: %s", error)
             elif (identity := done.result()) is not None:
-                account.record_found("store", identity.epoch, identity.version)
+                account.record_level("store", identity.epoch, identity.version)
 
         self._context.run(Lane.STORE, find, found)
 

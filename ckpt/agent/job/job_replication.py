@@ -130,7 +130,7 @@ class JobReplication:
             newest.version if newest is not None else None, kept, whole == newest
         )
         if is_so and whole is not None and context.scheduler.replicas.is_placement_complete:
-            context.services.account.record_found("peer", context.epoch, whole.version)
+            context.services.account.record_level("peer", context.epoch, whole.version)
 
     def _on_ended(self, slot: int, version: Version, error: str, seconds: float | None) -> bool:
         """Returns True if peers may drop older replicas now. `seconds`: how long it took; None: nothing was copied,
@@ -145,7 +145,7 @@ class JobReplication:
             self._policy.cost_model.record_replication(seconds)
         made = context.checkpoints.get(slot)
         count = int(made.manifest.frames["length"].sum()) if made is not None else 0
-        context.services.account.record_replication(context.epoch, version, count)
+        context.services.account.record_level("peer", context.epoch, version, count)
         text = f"step {version.step} is in other nodes' memory after {seconds or 0.0:.2f} s"
         context.emit("replication.done", text, data={**facts, "seconds": seconds or 0.0})
         return True
@@ -200,6 +200,6 @@ class JobReplication:
         account, claim = self._context.services.account, self._context.claim
         parent = claim.parent if claim is not None else None
         if parent is not None and is_safe:
-            account.record_found("peer", parent.epoch, parent.version)
+            account.record_level("peer", parent.epoch, parent.version)
         elif parent is not None and account.newest_by_level.get("peer", (None, None))[0] == parent.version:
             account.clear_replicated()

@@ -87,7 +87,7 @@ class Status:
         if event.name not in _HIDDEN_EVENTS and not noise:
             self._recent_events.append((time.monotonic(), event))
         if event.name == "save.abandoned":
-            self.account.record_abandonment()
+            self.account.totals.given_up += 1
         if self._event_log is not None:
             self._event_log(event)
             if event.name == "commit.done":
@@ -109,7 +109,7 @@ class Status:
         version = parent.version if parent is not None else Version(0)
         account.record_start(now_s, job.epoch, version, level, read_bytes, age_s, steps_lost or 0)
         if stored is not None:
-            account.record_found("store", stored.epoch, stored.version)
+            account.record_level("store", stored.epoch, stored.version)
         if account.totals.recoveries.number > recovered:
             took_s = account.totals.recoveries.last_s or 0.0
             facts = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ckpt.agent.preemption.notice_relay import Name, PlannedEvent, event_to_acknowledge
+from ckpt.agent.preemption.notice_relay import Name, event_to_acknowledge
 from ckpt.agent.preemption.preemption import ExitOrder, Preemption, Report, notice_texts
 from ckpt.agent.state.actions import Acknowledge, Emit, WriteOutcome
 from ckpt.agent.state.job_facts import JobFacts
@@ -34,7 +34,7 @@ class ExitReport:
     _replicas: ReplicaState
     can_acknowledge: bool = False
     is_acknowledging: bool = False
-    _tried_events: set[PlannedEvent] = field(default_factory=set)  # also in vain
+    _tried_events: set[Name] = field(default_factory=set)  # also in vain
     _is_acknowledging_done: bool = False  # no event is left to acknowledge
     _passed: set[tuple[Name, float]] = field(default_factory=set)  # notices whose deadline has passed, with it
     _is_end_reported: bool = False  # the leave of ranks at the end of their blocks was reported
@@ -132,7 +132,7 @@ class ExitReport:
         found = event_to_acknowledge(notices, self._tried_events, now_s) if may else None
         self._is_acknowledging_done = found is None
         if found is not None:
-            planned, node = found
-            self._tried_events.add(planned)
+            event, node = found
+            self._tried_events.add(event)
             self.is_acknowledging = True
-            facts.actions.append(Acknowledge(planned.source, planned.key, node))
+            facts.actions.append(Acknowledge(*event, node))

@@ -162,26 +162,19 @@ class StandingNotice:
         return same_time and same == (other.source, other.source_key, other.certain, other.exit_timing)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class PlannedEvent:
-    """The name of a cloud's planned event: its source, and the source's key for it."""
-
-    source: str
-    key: str
-
-
 def event_to_acknowledge(
-    standing: Iterable[StandingNotice], done: Collection[PlannedEvent], now_s: float
-) -> tuple[PlannedEvent, str] | None:
-    """The event to acknowledge next, and the node that does it: the coordinator's ("") if it heard the event, else the
-    one with the lowest agent name. `done`: events already tried. None: no event is left.
+    standing: Iterable[StandingNotice], done: Collection[Name], now_s: float
+) -> tuple[Name, str] | None:
+    """The planned event to acknowledge next (its source, and the source's key), and the node that does it: the
+    coordinator's ("") if it heard the event, else the one with the lowest agent name. `done`: events already tried.
+    None: no event is left.
 
     An acknowledged event may begin at once, for every machine that it names. So this comes last: the ranks have left by
     a notice, their last snapshot is committed, each rank was told so, and the event still stands and lies ahead."""
-    found: dict[PlannedEvent, set[str]] = {}
+    found: dict[Name, set[str]] = {}
     for each in standing:
         if each.source in ACKNOWLEDGED_SOURCES and each.certain and each.deadline_s > now_s:
             for node in each.nodes:
-                found.setdefault(PlannedEvent(each.source, each.source_key), set()).add(node)
+                found.setdefault((each.source, each.source_key), set()).add(node)
     left = sorted((planned, min(nodes)) for planned, nodes in found.items() if planned not in done)
     return left[0] if left else None

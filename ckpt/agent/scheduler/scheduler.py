@@ -11,11 +11,11 @@ The scheduler owns its parts as values. Each part knows only those above it in t
 - state/replica_state.py: what peers keep, and what is replicated next.
 - preemption/preemption.py: the notices, and when to leave by them.
 - preemption/exit_report.py: the outcome of a notice. preemption/exit_vote.py: the verdicts on holds.
-- job/commit_queue.py: what is committed next.
-- job/slot_allocator.py: which slot is used, and which is freed.
-- job/save_attempts.py: how one save attempt begins and ends.
-- job/rank_requests.py: the ranks' requests to save and to leave.
-- job/appointments.py: the snapshots that the policy or a notice wants.
+- commit_queue.py: what is committed next.
+- slot_allocator.py: which slot is used, and which is freed.
+- save_attempts.py: how one save attempt begins and ends.
+- rank_requests.py: the ranks' requests to save and to leave.
+- appointments.py: the snapshots that the policy or a notice wants.
 """
 
 from __future__ import annotations

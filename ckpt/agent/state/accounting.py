@@ -189,32 +189,29 @@ class Accounting:
     def record_completion(self, epoch: Epoch, version: Version, count_bytes: int) -> None:
         """That checkpoint is complete in this node's memory, or in that of all the job's nodes."""
         self.totals.snapshots.add(self._pending_stalls_s.pop(version, 0.0))
-        self._record_level("local", epoch, version, count_bytes)
+        self.record_level("local", epoch, version, count_bytes)
 
-    def record_replication(self, epoch: Epoch, version: Version, count_bytes: int) -> None:
-        """Peers keep that checkpoint too. `count_bytes`: its size once, however many replicas there are."""
-        self._record_level("peer", epoch, version, count_bytes)
-
-    def record_found(self, level: str, epoch: Epoch, version: Version) -> None:
-        """That checkpoint is at `level`, where an earlier agent saved it."""
-        self._record_level(level, epoch, version, 0)
+    def record_level(self, level: str, epoch: Epoch, version: Version, count_bytes: int = 0) -> None:
+        """That checkpoint is at `level`. `count_bytes`: its size once, however many replicas there are; 0: an earlier
+        agent saved it."""
+        _add(self.totals.saved_bytes, level, count_bytes)
+        if epoch != self._epoch and version > self._parent_version:
+            return  # on another branch: not part of the present epoch's history
+        known = self.newest_by_level.get(level)
+        if known is None or known[0] < version:
+            at_s = next((mark.taken_s for mark in reversed(self._marks) if mark.version == version), None)
+            self.newest_by_level[level] = (version, at_s)
 
     def clear_replicated(self) -> Version | None:
-        """Replicas may be gone: no checkpoint counts as replicated until the next `record_replication` or `found`.
+        """Replicas may be gone: no checkpoint counts as replicated until the next `record_level`.
         Returns the version that counted until now; None: there was none."""
         found = self.newest_by_level.pop("peer", None)
         return found[0] if found is not None else None
 
-    def record_abandonment(self) -> None:
-        self.totals.given_up += 1
-
     def record_commit(self, epoch: Epoch, version: Version, seconds: float, raw_bytes: int, stored_bytes: int) -> None:
         self.totals.commits.add(seconds)
         self.totals.raw_bytes += raw_bytes
-        self._record_level("store", epoch, version, stored_bytes)
-
-    def record_commit_failure(self) -> None:
-        self.totals.commits_failed += 1
+        self.record_level("store", epoch, version, stored_bytes)
 
     # -- results
 
@@ -240,7 +237,14 @@ class Accounting:
             "goodput": self._seconds["productive"] / elapsed_s if elapsed_s > 0 else None,
             "ended_step": self._ended_step,
             **asdict(self.totals),
-            "safe": {level: self._level_facts(now_s, *found) for level, found in self.newest_by_level.items()},
+            "safe": {
+                level: {
+                    "step": version.step,
+                    "version": str(version),
+                    "age_s": None if at_s is None else max(0.0, now_s - at_s),
+                }
+                for level, (version, at_s) in self.newest_by_level.items()
+            },
         }
 
     def text(self, now_s: float) -> str:
@@ -309,26 +313,10 @@ class Accounting:
         if at_s is None and age_s is not None:
             at_s = now_s - age_s
         # What other nodes still have of older checkpoints is not known: a node may have been lost.
-        safe = {each: found for each, found in self.newest_by_level.items() if found[0] < version and each == "store"}
-        if level != "none":
-            safe[level] = (version, at_s)
         store = self.newest_by_level.get("store")
-        if store is not None and store[0] == version:
-            safe["store"] = store
-        self.newest_by_level = safe
-
-    def _record_level(self, level: str, epoch: Epoch, version: Version, count_bytes: int) -> None:
-        _add(self.totals.saved_bytes, level, count_bytes)
-        if epoch != self._epoch and version > self._parent_version:
-            return  # on another branch: not part of the present epoch's history
-        known = self.newest_by_level.get(level)
-        if known is None or known[0] < version:
-            at_s = next((mark.taken_s for mark in reversed(self._marks) if mark.version == version), None)
+        self.newest_by_level = {"store": store} if store is not None and store[0] <= version else {}
+        if level != "none" and self.newest_by_level.get(level, (None, None))[0] != version:
             self.newest_by_level[level] = (version, at_s)
-
-    def _level_facts(self, now_s: float, version: Version, at_s: float | None) -> dict[str, Any]:
-        age_s = None if at_s is None else max(0.0, now_s - at_s)
-        return {"step": version.step, "version": str(version), "age_s": age_s}
 
 
 def _add(counts: dict[str, int], key: str, number: int) -> None:

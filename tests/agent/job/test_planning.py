@@ -195,7 +195,7 @@ def test_where_copies_fail_and_a_node_has_less_memory_than_was_planned_with_it_i
     job = Planned(free=9.0)
     job.replication.manager = cast(Any, SimpleNamespace(is_requested=True, placement_fields=lambda: None))
     job.group.replicas.is_replication_on, job.group.replicas.placement = True, (Kept("", 1, ("b",)),)
-    hold_snapshot(job.group, 0, Version(10), False)
+    hold_snapshot(job.group, 0, Version(10))
 
     def copy(error: str) -> None:
         slot = job.group.slots[0]

@@ -294,7 +294,7 @@ def test_what_the_store_has_is_shown_though_it_is_found_before_the_account_hears
     made, _, _ = job
     made.commits.report_newest_stored(Claim(EPOCH, None))
     account = made.context.services.account
-    account.record_found("store", EPOCH, Version(5))
+    account.record_level("store", EPOCH, Version(5))
     assert account.facts(1.0)["safe"]["store"]["step"] == 5
 
 

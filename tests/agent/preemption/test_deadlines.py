@@ -163,8 +163,7 @@ def test_copies_of_the_last_step_are_made_though_all_ranks_are_gone() -> None:
         StandingNotice("cloud", "1 on node b", driver.now_s + 30.0, driver.now_s, nodes=frozenset({"b"}))
     )
     driver.run(driver.held)
-    for rank in range(driver.world):
-        driver.group.rank_states.record_leave_request(rank, ("leave", rank))
+    driver.leave()
     driver.run(lambda: driver.replicas.replicating_slot is not None)
     assert driver.group.facts.all_gone
     driver.run(lambda: driver.replicas.replicating_slot is None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.agent.preemption.notice_relay import PlannedEvent, StandingNotice, event_to_acknowledge
+from ckpt.agent.preemption.notice_relay import StandingNotice, event_to_acknowledge
 from ckpt.agent.state import actions as do
 from tests.agent.preemption.test_preemption import Warned
 
@@ -18,16 +18,16 @@ def stands(
 
 def test_of_the_nodes_that_an_event_names_the_coordinator_does_it_else_the_first_by_name() -> None:
     both = [stands(node="b"), stands(node="a")]
-    assert event_to_acknowledge(both, (), 0.0) == (PlannedEvent("azure", "E1"), "a")
-    assert event_to_acknowledge([*both, stands()], (), 0.0) == (PlannedEvent("azure", "E1"), "")
-    assert event_to_acknowledge(both, {PlannedEvent("azure", "E1")}, 0.0) is None
+    assert event_to_acknowledge(both, (), 0.0) == (("azure", "E1"), "a")
+    assert event_to_acknowledge([*both, stands()], (), 0.0) == (("azure", "E1"), "")
+    assert event_to_acknowledge(both, {("azure", "E1")}, 0.0) is None
 
 
 def test_each_event_once_whatever_else_stands() -> None:
     told = [stands("E2", "b"), stands("E1", "b"), stands("E2", "a")]
     first = event_to_acknowledge(told, (), 0.0)
-    assert first == (PlannedEvent("azure", "E1"), "b")
-    assert event_to_acknowledge(told, {first[0]}, 0.0) == (PlannedEvent("azure", "E2"), "a")
+    assert first == (("azure", "E1"), "b")
+    assert event_to_acknowledge(told, {first[0]}, 0.0) == (("azure", "E2"), "a")
 
 
 @pytest.mark.parametrize("told", [stands(source="gcp-preempted"), stands(certain=False), stands(lead_s=0.0)])
@@ -44,14 +44,12 @@ class Planning(Warned):
             self.group.preemption.add_notice(each)
         self.decide()
 
-    def leave(self) -> None:
+    def leave(self, **how: bool) -> None:
         """All ranks have staged, and wait to be told that they may go."""
         word = self.take()
         self.hold(word)
-        for rank in range(self.world):
-            self.group.rank_states.record_leave_request(rank, ("leave", rank))
-        self.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
-        self.decide()
+        super().leave()
+        self.assemble(word.slot, word.attempt_number)
 
     def acknowledged(self) -> list[do.Acknowledge]:
         return [each for each in self.said if isinstance(each, do.Acknowledge)]
@@ -80,48 +78,20 @@ def test_it_is_the_last_of_all_after_the_commit_and_the_answers_to_the_ranks() -
     assert not driver.group.exit_report.heeds_notices
 
 
-def test_not_where_the_user_does_not_let_it() -> None:
-    driver = Planning(may=False)
+@pytest.mark.parametrize("why", ["the user does not let it", "not stored", "withdrawn", "superseded"])
+def test_not_without_the_users_word_the_last_commit_and_a_standing_event_nor_by_a_superseded_job(why: str) -> None:
+    driver = Planning(may=why != "the user does not let it")
     driver.leave()
-    assert driver.group.exit_report.heeds_notices, (
-        "what is saved has to be said before a deadline, which may come nearer"
-    )
-    driver.commit()
-    assert not driver.group.exit_report.heeds_notices
-    driver.group.leave_requests.record_close()
-    driver.decide()
-    assert not driver.acknowledged()
-
-
-def test_not_where_the_last_snapshot_did_not_reach_the_store() -> None:
-    driver = Planning()
-    driver.leave()
-    driver.commit("the store is gone")
-    driver.group.commits.stop()
-    driver.decide()
-    driver.group.leave_requests.record_close()
-    driver.decide()
-    assert not driver.acknowledged()
-    assert not driver.group.exit_report.heeds_notices
-
-
-def test_not_what_was_taken_back_while_the_commit_ran() -> None:
-    driver = Planning()
-    driver.leave()
-    assert driver.group.exit_report.heeds_notices, "though all ranks are gone"
-    driver.group.preemption.withdraw_notice("azure", "E1")
-    driver.group.preemption.withdraw_notice("azure", "E1 on node other")
-    driver.commit()
-    driver.group.leave_requests.record_close()
-    driver.decide()
-    assert not driver.acknowledged()
-
-
-def test_not_by_a_job_that_came_to_its_end_or_that_another_has_superseded() -> None:
-    driver = Planning()
-    driver.leave()
-    driver.group.supersede("a newer start")
-    driver.commit()
+    assert driver.group.exit_report.heeds_notices, "before the deadline it has to be said what is saved"
+    if why == "withdrawn":
+        driver.group.preemption.withdraw_notice("azure", "E1")
+        driver.group.preemption.withdraw_notice("azure", "E1 on node other")
+    elif why == "superseded":
+        driver.group.supersede("a newer start")
+    driver.commit("the store is gone" if why == "not stored" else "")
+    if why == "not stored":
+        driver.group.commits.stop()
+        driver.decide()
     driver.group.leave_requests.record_close()
     driver.decide()
     assert not driver.acknowledged()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ckpt.agent.preemption.exit_report import OUTCOME_S
-from ckpt.agent.preemption.exit_vote import ASK_LATE_S, AWAY_S, END_S
+from ckpt.agent.preemption.exit_vote import AWAY_S, END_S
 from ckpt.agent.preemption.notice_relay import OUTLIVES_S, ExitTiming, StandingNotice
 from ckpt.agent.preemption.preemption import NOTICES_MAX
-from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.state import actions as do
-from ckpt.agent.state.rank_presence import REJOIN_S
-from ckpt.agent.state.slots import SaveReason, WorkState
-from ckpt.ipc.control_page import GRADIENTS_WAIT, MID_STEP, SUB_MAX, ControlPage, ControlWord, RankPlace, WordKind
+from ckpt.agent.state.slots import SaveReason
+from ckpt.ipc.control_page import MID_STEP, SUB_MAX, ControlWord, RankPlace, WordKind
 from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import EXIT_RESERVE_S, EXIT_SLACK, Every
@@ -48,10 +45,7 @@ class Warned(Driver):
     def save_once(self) -> None:
         self.train(2.0)
         self.save(Version(self.steps[0] - 1, 1))
-        number, slot = self.answers("save")[0]["attempt"], self.answers("save")[0]["slot"]
-        self.stage(number, Version(self.steps[0] - 1, 1), slot)
-        self.group.save_attempts.record_assembly(slot, number, "")
-        self.decide()
+        self.take_saved(Version(self.steps[0] - 1, 1))
         self.now_s += 1.0
         self.commit()
 
@@ -66,6 +60,13 @@ class Warned(Driver):
             self.group.exit_vote.record_hold(rank, word.attempt_number, ("rank-holds", rank))
         self.decide()
         return {rank: body["leave"] for rank, body in self.answers("rank-holds").items()}
+
+    def leave_by_hold(self) -> Any:
+        """All ranks stage the last snapshot, hold at it and are told to leave. Returns its word."""
+        word = self.take()
+        assert self.hold(word) == dict.fromkeys(range(self.world), True)
+        self.assemble(word.slot, word.attempt_number)
+        return word
 
     def outcomes(self) -> list[dict[str, Any]]:
         return [action.body for action in self.said if isinstance(action, do.WriteOutcome)]
@@ -90,60 +91,10 @@ def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() ->
     driver.train(at_s - need_s - 1 - driver.now_s)
     assert not driver.is_hold()
     assert driver.lead_s < need_s, "the pace is known better by now"
-    wake_s = driver.group.next_wake_s(driver.now_s)
-    assert wake_s is not None
-    assert wake_s <= at_s - driver.lead_s
+    assert driver.wake_s <= at_s - driver.lead_s
     driver.train(at_s - driver.lead_s - driver.now_s)
     assert driver.is_hold()
     assert driver.word().step <= driver.steps[0] + 2
-
-
-def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_others_go_on() -> None:
-    driver = Warned()
-    driver.save_once()
-    driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
-    word = driver.word()
-    driver.steps = [word.step + 1] * 2
-    driver.stage(word.attempt_number, Version(word.step), word.slot, range(1))
-    assert driver.hold(word, range(1)) == {}
-
-    def asked() -> list[ControlWord | None]:
-        return [
-            ControlWord.unpack(a.body["word"])
-            for a in driver.said
-            if isinstance(a, do.NotifyRanks) and a.body["t"] == "hold-awaited"
-        ]
-
-    assert not asked(), "it may be on its way"
-    wake_s = driver.group.next_wake_s(driver.now_s)
-    assert wake_s is not None
-    assert wake_s <= driver.now_s + ASK_LATE_S
-    for times in (1, 2, 3):
-        driver.now_s += ASK_LATE_S * (1 << times - 1)
-        driver.decide()
-        assert asked() == [word] * times, "a message may be lost"
-    driver.group.save_attempts.record_miss(1, word.attempt_number, "late")
-    driver.decide()
-    assert driver.answers("rank-holds")[0]["leave"] is False
-    assert driver.is_hold(), "and they leave a little later"
-    assert driver.word().step > word.step
-    driver.now_s += 10 * ASK_LATE_S
-    driver.decide()
-    assert len(asked()) == 3, "nobody holds"
-
-
-def test_where_gradients_wait_the_ranks_leave_at_the_next_step_with_an_update() -> None:
-    driver = Warned()
-    driver.save_once()
-    driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
-    word = driver.word()
-    driver.steps = [word.step + 1] * 2
-    for rank in range(2):
-        driver.group.save_attempts.record_miss(rank, word.attempt_number, GRADIENTS_WAIT, (word.step - 1, 4))
-    driver.decide()
-    assert driver.is_hold()
-    assert driver.word().step > word.step
-    assert (driver.word().step - (word.step - 1)) % 4 == 0
 
 
 @pytest.mark.parametrize("ends_s", [700.0, 3580.0])
@@ -223,28 +174,6 @@ def test_before_anything_is_measured_there_is_time_for_a_slow_store() -> None:
     assert driver.is_hold()
 
 
-def test_a_slow_commit_makes_the_job_leave_earlier() -> None:
-    quick, slow = Warned(), Warned()
-    for driver, seconds in ((quick, 0.0), (slow, 20.0)):
-        driver.save_once()
-        driver.train(1.0)
-        driver.save(Version(driver.steps[0] - 1, 1))
-        answer = [a.body for a in driver.said if isinstance(a, do.AnswerRequest)][-1]
-        driver.stage(answer["attempt"], Version(driver.steps[0] - 1, 1), answer["slot"])
-        driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")
-        driver.decide()
-        driver.now_s += seconds
-        driver.commit()
-    assert slow.group.facts.save_estimate.lead_time_s > quick.group.facts.save_estimate.lead_time_s + 20
-
-
-def test_a_request_to_go_now_is_not_put_off() -> None:
-    driver = Warned()
-    driver.save_once()
-    driver.warn(DAY_S, exit_timing=ExitTiming.AT_ONCE)
-    assert driver.is_hold()
-
-
 def test_the_earliest_certain_deadline_counts() -> None:
     driver = Warned()
     driver.save_once()
@@ -303,9 +232,7 @@ def test_by_what_a_start_has_left_the_next_one_does_not_and_takes_one_more_just_
     while driver.now_s < due_s - driver.lead_s - 1.0:
         assert driver.word().step >= 1000, "not yet"
         driver.train(1.0)
-    wake_s = driver.group.next_wake_s(driver.now_s)
-    assert wake_s is not None
-    assert wake_s <= due_s - driver.lead_s
+    assert driver.wake_s <= due_s - driver.lead_s
     driver.train(2.0)
     word = driver.word()
     assert (word.kind, word.step <= driver.steps[0] + 2) == (WordKind.TAKE, True)
@@ -382,10 +309,7 @@ def test_a_certain_notice_costs_nothing_before_it_is_time_to_leave_by_it() -> No
     assert driver.is_hold(), "and then it is time to leave"
     assert driver.slots.committing_slot is not None, "what is complete, as long as that does not delay the last one"
     driver.commit()
-    word = driver.take()
-    driver.hold(word)
-    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
-    driver.decide()
+    word = driver.leave_by_hold()
     assert driver.slots.committing_slot == word.slot
 
 
@@ -425,7 +349,8 @@ def test_a_notice_that_was_false_and_is_never_taken_back_costs_nothing_more_afte
     assert driver.group.preemption.is_warned(driver.now_s), "the same one with a time ahead is news"
 
 
-def test_one_that_is_uncertain_costs_one_checkpoint_that_is_committed_out_of_turn() -> None:
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_one_that_is_uncertain_costs_one_checkpoint_that_is_committed_out_of_turn(fails_first: bool) -> None:
     driver = Warned(every=1000)
     driver.save_once()
     driver.group.clock.set_intervals(1000.0, 10_000.0, driver.now_s)  # neither is due for long
@@ -435,24 +360,14 @@ def test_one_that_is_uncertain_costs_one_checkpoint_that_is_committed_out_of_tur
     word = driver.word()
     assert (word.kind, word.step <= driver.steps[0] + 2) == (WordKind.TAKE, True)
     driver.complete()
+    if fails_first:
+        driver.commit("the store is gone")
+        driver.train(5.0)
     driver.commit()
     assert driver.group.facts.committed_version == Version(word.step) > before
     driver.train(20.0)
     assert driver.word() is None, "and then as before"
     assert not driver.outcomes()
-
-
-def test_one_that_reaches_no_store_is_tried_again() -> None:
-    driver = Warned()
-    driver.save_once()
-    driver.group.clock.set_intervals(30.0, 10_000.0, driver.now_s)
-    driver.warn(600.0, certain=False)
-    word = driver.word()
-    driver.complete()
-    driver.commit("the store is gone")
-    driver.train(5.0)
-    driver.commit()
-    assert driver.group.facts.committed_version == Version(word.step)
 
 
 def test_an_extra_checkpoint_that_is_missed_is_tried_a_few_times() -> None:
@@ -467,37 +382,6 @@ def test_an_extra_checkpoint_that_is_missed_is_tried_a_few_times() -> None:
     assert len(attempts) == 3
 
 
-@pytest.mark.parametrize("held", [range(0), range(1)])
-def test_one_that_is_withdrawn_before_the_verdict_costs_that_checkpoint_only(held: range) -> None:
-    driver = Warned()
-    driver.warn(5.0)
-    word = driver.word()
-    driver.take(range(1))
-    driver.hold(word, held)
-    driver.group.preemption.withdraw_notice("cloud", "1")
-    driver.decide()
-    assert all(body["leave"] is False for body in driver.answers("rank-holds").values())
-    driver.stage(word.attempt_number, Version(word.step), word.slot, range(1, 2))
-    assert driver.hold(word) == {0: False, 1: False}
-    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
-    driver.decide()
-    driver.commit()
-    assert driver.group.facts.committed_version == Version(word.step)
-    assert driver.word().step == 1000
-    assert not driver.outcomes()
-
-
-def test_one_that_is_withdrawn_after_the_verdict_is_left_by_all_the_same() -> None:
-    driver = Warned()
-    driver.warn(5.0)
-    word = driver.take()
-    assert driver.hold(word, range(2)) == {0: True, 1: True}
-    driver.group.preemption.withdraw_notice("cloud", "1")
-    driver.group.exit_vote.record_hold(1, word.attempt_number, ("rank-holds", 1))
-    driver.decide()
-    assert driver.answers("rank-holds")[1]["leave"] is True
-
-
 def test_one_that_moves_away_again_is_left_by_later() -> None:
     driver = Warned()
     driver.save_once()
@@ -509,104 +393,36 @@ def test_one_that_moves_away_again_is_left_by_later() -> None:
     assert not driver.group.preemption.is_time_to_leave
 
 
-def successor(world: int = 3) -> Warned:
-    """The agent after one that has died, in a job of several nodes; no rank has come back."""
-    driver = Warned(world)
-    driver.group = Scheduler(world, driver.group.clock.policy, 500)
-    driver.group.facts.is_single_node = False
-    driver.group.appointments.record_agent_restart(driver.now_s)
-    return driver
-
-
-def asks(driver: Warned, rank: int, former: int = 0) -> Any:
-    """What it is told that comes back, from the page that it had, and holds at round 7."""
-    driver.group.exit_vote.record_former_verdict(former)
-    driver.group.record_join(rank)
-    driver.hold(SimpleNamespace(attempt_number=7), range(rank, rank + 1))
-    return driver.answers("rank-holds").get(rank)
-
-
-def test_a_rank_that_was_not_told_yet_leaves_where_one_goes_that_was() -> None:
-    driver = successor()
-    assert asks(driver, 1) is None
-    driver.group.record_join(0)
-    sent_away(driver, 0)
-    assert driver.answers("rank-holds")[1]["leave"]
-
-
-def test_where_one_does_not_come_back_the_held_ones_leave() -> None:
-    driver = successor()
-    assert asks(driver, 1) is None
-    assert driver.group.next_wake_s(driver.now_s) is not None
-    driver.now_s += REJOIN_S - 1
-    driver.decide()
-    assert not driver.answers("rank-holds")
-    driver.now_s += 1
-    driver.decide()
-    assert driver.answers("rank-holds")[1]["leave"]
-
-
-def test_the_verdict_is_written_before_anybody_is_told() -> None:
-    driver = Warned()
-    driver.warn(5.0)
-    word = driver.take()
-    driver.hold(word)
-    verdicts = [i for i, a in enumerate(driver.said) if isinstance(a, do.SetVerdict)]
-    told = [i for i, a in enumerate(driver.said) if isinstance(a, do.AnswerRequest) and a.request[0] == "rank-holds"]
-    assert len(verdicts) == 1
-    assert verdicts[0] < min(told)
-
-
-def test_what_was_saved_is_reported_once_it_is_committed() -> None:
-    driver = Warned()
-    driver.warn(20.0, exit_timing=ExitTiming.AT_ONCE)
-    word = driver.take()
-    driver.hold(word)
-    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
-    driver.decide()
-    assert not driver.outcomes()
-    driver.now_s += 2.0
-    driver.commit()
-    (body,) = driver.outcomes()
-    assert (body["how"], body["level"], body["step"], body["left_s"]) == ("left", "store", word.step, 18.0)
-    assert body["notices"] == ["cloud 1"]
-    assert [a for a in driver.said if isinstance(a, do.Emit) and a.name == "notice.outcome" and a.loud]
-
-
 def leaving_in_20_s() -> tuple[Warned, Any]:
     driver = Warned()
     driver.warn(20.0, exit_timing=ExitTiming.AT_ONCE)
-    word = driver.take()
-    driver.hold(word)
-    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
-    driver.decide()
-    return driver, word
+    return driver, driver.leave_by_hold()
 
 
-def test_where_the_commit_does_not_end_before_the_deadline_that_is_reported_while_the_ranks_are_there() -> None:
-    driver, _ = leaving_in_20_s()
-    assert driver.group.next_wake_s(driver.now_s) == driver.now_s + 20 - OUTCOME_S
-    driver.now_s += 20.0 - OUTCOME_S
-    driver.decide()
-    (body,) = driver.outcomes()
-    assert (body["level"], body["committed_step"], body["left_s"]) == ("local", None, OUTCOME_S)
-    driver.now_s += OUTCOME_S
-    driver.decide()
-    assert len(driver.outcomes()) == 1, "nothing has changed"
-    assert driver.group.next_wake_s(driver.now_s) is None
-    driver.commit()
-    assert len(driver.outcomes()) == 1, "what comes after the deadline was not saved before it"
-
-
-def test_a_commit_that_ends_at_the_last_moment_is_reported_all_the_same() -> None:
+@pytest.mark.parametrize(
+    ("ends_s", "said"),
+    [
+        (2.0, [("store", 18.0)]),
+        (19.5, [("local", OUTCOME_S), ("store", 0.5)]),
+        (21.0, [("local", OUTCOME_S)]),  # what comes after the deadline was not saved before it
+    ],
+)
+def test_what_was_saved_is_reported_once_it_is_committed_and_shortly_before_the_deadline_at_the_latest(
+    ends_s: float, said: list[tuple[str, float]]
+) -> None:
     driver, word = leaving_in_20_s()
-    driver.now_s += 19.0
-    driver.decide()
-    driver.now_s += 0.5
+    ends_s += driver.now_s
+    while (wake_s := driver.group.next_wake_s(driver.now_s)) is not None and wake_s < ends_s:
+        driver.now_s = wake_s
+        driver.decide()
+    driver.now_s = ends_s
     driver.commit()
-    early, late = driver.outcomes()
-    assert (early["level"], early["committed_step"]) == ("local", None)
-    assert (late["level"], late["committed_step"], late["left_s"]) == ("store", word.step, 0.5)
+    assert [(body["level"], body["left_s"]) for body in driver.outcomes()] == said
+    for body in driver.outcomes():
+        assert (body["how"], body["step"], body["notices"]) == ("left", word.step, ["cloud 1"])
+        assert body["committed_step"] == (word.step if body["level"] == "store" else None)
+    told = [a for a in driver.said if isinstance(a, do.Emit) and a.name == "notice.outcome" and a.loud]
+    assert len(told) == len(said)
 
 
 def leave_by(driver: Warned) -> list[float]:
@@ -618,25 +434,32 @@ def leave_by(driver: Warned) -> list[float]:
     ]
 
 
-def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_the_outcome_before_it() -> None:
+@pytest.mark.parametrize("by", ["another notice", "the same one, when all ranks are gone"])
+def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_the_outcome_before_it(by: str) -> None:
     driver, word = leaving_in_20_s()
     driver.warn(60.0, "2")
     assert leave_by(driver) == [], "the earliest counts"
-    driver.warn(6.0, "3")
     at_s = driver.now_s + 6.0
-    assert leave_by(driver) == [at_s]
-    driver.group.preemption.withdraw_notice("cloud", "3")
+    if by == "another notice":
+        driver.warn(6.0, "3")
+        driver.group.preemption.withdraw_notice("cloud", "3")
+    else:
+        driver.leave()
+        driver.decide()
+        assert driver.group.exit_report.heeds_notices
+        driver.warn(6.0, exit_timing=ExitTiming.NOT_AGAIN)  # as whoever listens has it, since the job leaves by it
     driver.decide()
     driver.group.exit_vote.record_hold(1, word.attempt_number, ("rank-holds", 1))
     driver.decide()
     assert driver.answers("rank-holds")[1] == {"leave": True, "leave_deadline_s": at_s}, "who asks again hears it, too"
-    wake_s = driver.group.next_wake_s(driver.now_s)
-    assert wake_s == at_s - OUTCOME_S
-    driver.now_s = wake_s
+    assert driver.group.next_wake_s(driver.now_s) == at_s - OUTCOME_S
+    driver.now_s = at_s - OUTCOME_S
     driver.decide()
     (body,) = driver.outcomes()
     assert (body["how"], body["level"], body["left_s"]) == ("left", "local", OUTCOME_S)
-    assert len(leave_by(driver)) == 1, "once"
+    assert leave_by(driver) == [at_s], "once"
+    driver.commit()
+    assert driver.group.exit_report.heeds_notices is (by == "another notice"), "until all is said"
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -653,58 +476,34 @@ def test_a_rank_that_was_away_when_the_deadline_came_nearer_is_told_once_it_is_b
     assert leave_by(driver) == [at_s] * 2
 
 
-def test_the_time_of_the_very_notice_by_which_the_ranks_leave_may_come_nearer_until_it_is_said_what_was_saved() -> None:
-    driver, _ = leaving_in_20_s()
-    for rank in range(driver.world):
-        driver.group.rank_states.record_leave_request(rank, ("leave", rank))
-    driver.decide()
-    assert driver.group.facts.all_gone
-    assert driver.group.exit_report.heeds_notices
-    driver.warn(6.0, exit_timing=ExitTiming.NOT_AGAIN)  # as whoever listens has it, since the job leaves by it
-    at_s = driver.now_s + 6.0
-    assert leave_by(driver) == [at_s]
-    assert driver.group.next_wake_s(driver.now_s) == at_s - OUTCOME_S
-    driver.now_s = at_s - OUTCOME_S
-    driver.decide()
-    (body,) = driver.outcomes()
-    assert (body["how"], body["level"], body["left_s"]) == ("left", "local", OUTCOME_S)
-    driver.commit()
-    assert not driver.group.exit_report.heeds_notices, "all is said"
-
-
-def test_ranks_that_were_told_to_end_are_told_of_a_deadline_that_comes_nearer_as_well() -> None:
-    driver = Warned()
-    driver.save_once()
-    driver.train(2.0)
-    signalled(driver)
-    driver.now_s += 30.0 - END_S
-    driver.decide()
-    driver.warn(1.0)
-    first, second = driver.ends()
-    assert second == {**first, "leave_deadline_s": driver.now_s + 1.0}
-    assert leave_by(driver) == []
-
-
-def sent_away(driver: Warned, *ranks: int, why: str = "", committed: Version | None = None) -> None:
+def sent_away(
+    driver: Warned, *ranks: int, why: str = "", committed: Version | None = None, notices: tuple[str, ...] = ()
+) -> None:
     """To an agent that has told nobody to leave."""
     for rank in ranks:
-        driver.group.exit_vote.record_exit_order(why, driver.now_s + 20.0, committed)
+        driver.group.exit_vote.record_exit_order(why, driver.now_s + 20.0, committed, notices)
         driver.group.rank_states.record_leave_request(rank, ("leave", rank))
         driver.decide()
 
 
-def test_an_agent_started_again_reports_what_comes_of_ranks_that_a_former_one_sent_away() -> None:
+@pytest.mark.parametrize(("heard_by", "left_s"), [("the agent", 15.0), ("the ranks", 17.0)])
+def test_an_agent_started_again_reports_what_comes_of_ranks_that_a_former_one_sent_away(
+    heard_by: str, left_s: float
+) -> None:
     """They have saved the last step again."""
     driver = Warned()
-    hold_snapshot(driver.group, 1, Version(7), False)
+    hold_snapshot(driver.group, 1, Version(7))
     sent_away(driver, 0)
     assert not driver.outcomes(), "it is to be committed first"
-    driver.warn(18.0, source=SIGNAL_SOURCE, key="SIGTERM")
+    if heard_by == "the agent":
+        driver.warn(18.0, source=SIGNAL_SOURCE, key="SIGTERM")
+    else:
+        sent_away(driver, 0, notices=("signal SIGTERM",))
     driver.now_s += 3.0
     driver.commit()
     sent_away(driver, 1)
     (body,) = driver.outcomes()
-    assert (body["how"], body["level"], body["step"], body["left_s"]) == ("left", "store", 7, 15.0)
+    assert (body["how"], body["level"], body["step"], body["left_s"]) == ("left", "store", 7, left_s)
     assert body["notices"] == ["signal SIGTERM"]
 
 
@@ -715,25 +514,6 @@ def test_where_nothing_was_handed_over_it_says_what_is_in_the_store_as_the_ranks
     assert (body["how"], body["why"]) == ("ended", "rank 3 is gone")
     assert (body["level"], body["step"], body["committed_step"]) == ("none", None, 5)
     assert body["notices"] == [FORMER_NOTICE]
-
-
-def test_ranks_that_a_former_agent_sent_away_name_the_notices_that_came_to_them_before_they_tell_them() -> None:
-    driver = Warned()
-    hold_snapshot(driver.group, 1, Version(7), False)
-    driver.group.exit_vote.record_exit_order("", driver.now_s + 20.0, None)
-    driver.group.exit_vote.record_exit_order("", driver.now_s + 20.0, None, ["signal SIGTERM"])
-    driver.leave()
-    driver.decide()
-    driver.commit()
-    (body,) = driver.outcomes()
-    assert (body["how"], body["level"], body["notices"]) == ("left", "store", ["signal SIGTERM"])
-
-
-def test_an_agent_that_sent_them_away_itself_reports_once() -> None:
-    driver, _ = leaving_in_20_s()
-    sent_away(driver, 0, 1)
-    driver.commit()
-    assert len(driver.outcomes()) == 1
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
@@ -749,10 +529,7 @@ def test_what_is_complete_is_committed_first_where_the_last_one_cannot_reach_the
     driver.warn(15.0)
     older = driver.slots.committing_slot
     assert older is not None
-    word = driver.take()
-    assert driver.hold(word) == {0: True, 1: True}
-    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
-    driver.decide()
+    word = driver.leave_by_hold()
     assert driver.slots.committing_slot == older
     assert not giving_up(driver)
     driver.now_s += 5.0
@@ -778,8 +555,7 @@ def test_a_deadline_that_passes_while_the_machine_stays_is_reported_and_training
     driver.stage(word.attempt_number, Version(word.step), word.slot, range(1, 2))
     assert driver.hold(word, range(1, 2))[1] is False, "who comes later goes on, too"
     assert len(driver.outcomes()) == 1
-    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
-    driver.decide()
+    driver.assemble(word.slot, word.attempt_number)
     assert driver.word().kind is WordKind.TAKE
 
 
@@ -793,38 +569,21 @@ def signalled(driver: Warned, lead_s: float = 30.0, key: str = "SIGTERM") -> Non
     driver.warn(lead_s, key, source=SIGNAL_SOURCE, exit_timing=ExitTiming.AT_ONCE)
 
 
-def test_signalled_ranks_end_at_once_when_one_is_dead() -> None:
+@pytest.mark.parametrize("how", ["dead", "failed", "left in order"])
+def test_signalled_ranks_end_at_once_when_one_is_dead_or_has_failed_and_not_when_it_came_to_its_end(how: str) -> None:
     driver = Warned(world=3)
     driver.save_once()
     signalled(driver)
     assert not driver.ends()
-    driver.group.record_death(2)
+    if how == "dead":
+        driver.group.record_death(2)
+    else:
+        driver.group.rank_states.record_leave_request(2, ("leave", 2), how == "left in order")
     driver.decide()
-    (end,) = driver.ends()
-    assert not end["wait_for_saves"]
-    assert "rank 2" in end["why"]
-    assert [body["how"] for body in driver.outcomes()] == ["ended"]
-
-
-def test_a_rank_that_never_came_to_the_hold_is_ended_though_its_verdict_is_there() -> None:
-    driver = Warned(world=3)
-    driver.warn(30.0)  # another notice made the appointment
-    driver.take(range(1))
-    assert driver.hold(driver.word(), range(1)) == {}
-    driver.group.record_death(2)  # the held one leaves; rank 1 sits in a collective with the dead one
-    driver.decide()
-    assert driver.answers("rank-holds")[0]["leave"]
-    driver.warn(30.0, source=SIGNAL_SOURCE, exit_timing=ExitTiming.AT_ONCE)  # the launcher restarts
-    assert len(driver.ends()) == 1
-
-
-def test_they_end_at_once_too_when_one_left_by_an_exception_and_not_when_it_came_to_its_end() -> None:
-    for in_order in (True, False):
-        driver = Warned()
-        signalled(driver)
-        driver.group.rank_states.record_leave_request(1, ("leave", 1), in_order)
-        driver.decide()
-        assert bool(driver.ends()) is not in_order
+    assert [(end["wait_for_saves"], "rank 2" in end["why"]) for end in driver.ends()] == (
+        [] if how == "left in order" else [(False, True)]
+    )
+    assert [body["how"] for body in driver.outcomes()] == ["ended"] * len(driver.ends())
 
 
 @pytest.mark.parametrize("key", ["SIGTERM", "SIGUSR1"])
@@ -837,9 +596,7 @@ def test_ranks_that_live_are_waited_for_until_shortly_before_the_deadline(world:
     driver.now_s += 90.0 - END_S - 1.0  # a long backward pass, an evaluation, a call that holds the GIL
     driver.decide()
     assert not driver.ends()
-    wake_s = driver.group.next_wake_s(driver.now_s)
-    assert wake_s is not None
-    assert wake_s <= driver.now_s + 1.0
+    assert driver.wake_s <= driver.now_s + 1.0
     driver.now_s += 1.0
     driver.decide()
     assert driver.ends()[0]["wait_for_saves"]
@@ -853,24 +610,10 @@ def test_signalled_ranks_end_before_the_earlier_deadline_of_another_notice() -> 
     driver.save_once()
     signalled(driver)
     driver.warn(10.0)
-    wake_s = driver.group.next_wake_s(driver.now_s)
-    assert wake_s is not None
-    assert wake_s <= driver.now_s + 10.0 - END_S
+    assert driver.wake_s <= driver.now_s + 10.0 - END_S
     driver.now_s += 10.0 - END_S
     driver.decide()
     assert driver.ends()[0]["wait_for_saves"]
-
-
-@pytest.mark.parametrize("seconds", [5.0, 26.0])
-def test_they_leave_by_the_boundary_that_comes_at_last(seconds: float) -> None:
-    driver = Warned()
-    driver.save_once()
-    driver.train(2.0)
-    signalled(driver)
-    driver.now_s += seconds
-    driver.decide()
-    assert driver.hold(driver.take()) == {0: True, 1: True}
-    assert not driver.ends()
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -888,9 +631,7 @@ def test_a_rank_of_which_nothing_is_heard_ends_the_wait_and_one_that_comes_back_
         assert not driver.ends(), "its agent may be started again"
         if returns:
             driver.group.record_join(2)
-        wake_s = driver.group.next_wake_s(driver.now_s)
-        assert wake_s is not None
-        assert returns or wake_s <= driver.now_s + AWAY_S
+        assert returns or driver.wake_s <= driver.now_s + AWAY_S
         driver.now_s += AWAY_S
         driver.decide()
         assert [end["wait_for_saves"] for end in driver.ends()] == ([] if returns else [False])
@@ -909,87 +650,11 @@ def test_of_a_signal_that_leaves_no_time_it_is_not_said_that_no_boundary_came(le
     assert end["why"] == (short if lead_s <= END_S else "no boundary came in time")
 
 
-@pytest.mark.parametrize("why", [SaveReason.SAVE, SaveReason.EXIT])
-def test_ranks_may_wait_in_a_save_for_its_turn_and_end_where_no_boundary_follows(why: SaveReason) -> None:
-    driver = Warned(slots=1)
-    driver.save_once()
-    driver.train(2.0)
-    driver.save(Version(driver.steps[0] - 1, 1))
-    first = driver.answers("save")[0]
-    driver.stage(first["attempt"], Version(driver.steps[0] - 1, 1), first["slot"])
-    driver.group.save_attempts.record_assembly(first["slot"], first["attempt"], "")
-    driver.train(1.0)
-    version = Version(driver.steps[0] - 1, 1)
-    driver.save(version, why)
-    signalled(driver)
-    for _ in range(2):
-        driver.now_s += 5.0  # for as long as the one before is being committed, and then to take it
-        driver.decide()
-        assert not driver.ends()
-        if driver.slots.committing_slot is not None:
-            driver.commit()
-    answer = driver.answers("save")[0]
-    assert answer["attempt"] != first["attempt"]
-    driver.stage(answer["attempt"], version, answer["slot"])
-    driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")
-    driver.decide()
-    driver.commit()
-    driver.now_s += 20.0 - END_S
-    driver.decide()
-    assert bool(driver.ends()) is (why is SaveReason.SAVE), "which does not come"
-    assert [body["how"] for body in driver.outcomes()] == ["ended" if why is SaveReason.SAVE else "left"]
-    assert driver.group.facts.committed_version == version
-
-
-def test_they_do_so_where_one_was_lost_for_long_which_is_not_to_have_come_to_its_end() -> None:
-    driver = Warned(world=3)
-    driver.save_once()
-    driver.train(2.0)
-    driver.group.record_disconnect(2, driver.now_s)
-    driver.now_s += REJOIN_S
-    driver.decide()
-    assert driver.group.rank_states[2].is_away
-    signalled(driver)
-    assert driver.ends()
-    assert [body["how"] for body in driver.outcomes()] == ["ended"]
-
-
-def test_they_do_not_while_they_train_on_and_no_slot_is_free_for_the_last_snapshot() -> None:
-    driver = Warned(slots=1)
-    driver.train(2.0)
-    driver.save(Version(driver.steps[0] - 1, 1))
-    answer = driver.answers("save")[0]
-    driver.stage(answer["attempt"], Version(driver.steps[0] - 1, 1), answer["slot"])
-    driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")  # and its commit takes long
-    driver.warn(30.0, "SIGTERM", source=SIGNAL_SOURCE)
-    for _ in range(10):
-        driver.train(1.0)
-    assert not driver.ends()
-    assert not driver.is_hold()
-
-
-def test_they_do_not_while_one_holds_and_the_others_live() -> None:
-    driver = Warned()
-    driver.save_once()
-    signalled(driver)
-    word = driver.take(range(1))
-    driver.hold(word, range(1))
-    driver.now_s += 10.0
-    driver.decide()
-    assert not driver.ends()
-    driver.now_s += 20.0 - END_S
-    driver.decide()
-    assert driver.ends()
-
-
 def at_their_end(driver: Warned) -> Version:
     """All ranks have staged what they end with, and wait for its commit, which is under way."""
     version = Version(driver.steps[0] - 1, 1)
     driver.save(version, SaveReason.EXIT)
-    answer = driver.answers("save")[0]
-    driver.stage(answer["attempt"], version, answer["slot"])
-    driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")
-    driver.decide()
+    answer = driver.take_saved(version)
     assert driver.slots.committing_slot == answer["slot"]
     return version
 
@@ -1016,18 +681,6 @@ def test_ranks_that_are_signalled_in_the_last_commit_of_a_normal_end_leave_in_or
     assert (body["notices"], body["error"]) == ([f"{SIGNAL_SOURCE} SIGTERM"], "")
 
 
-def test_so_they_do_where_a_last_appointment_was_made_already() -> None:
-    driver = Warned()
-    driver.train(2.0)
-    signalled(driver)
-    assert driver.is_hold()
-    at_their_end(driver)
-    assert driver.word() is None
-    driver.commit()
-    (body,) = driver.outcomes()
-    assert (body["how"], body["level"], body["error"]) == ("left", "store", "")
-
-
 @pytest.mark.parametrize(("lead_s", "said"), [(10.0, ["left"]), (3600.0, [])])
 def test_of_a_machine_that_goes_once_the_ranks_are_at_their_end_it_is_said_that_they_left_where_it_goes_soon(
     lead_s: float, said: list[str]
@@ -1041,16 +694,6 @@ def test_of_a_machine_that_goes_once_the_ranks_are_at_their_end_it_is_said_that_
     assert [body["how"] for body in driver.outcomes()] == said
 
 
-def test_a_rank_that_comes_back_is_told_again_to_end() -> None:
-    driver = Warned()
-    signalled(driver)
-    driver.group.record_death(1)
-    driver.decide()
-    driver.group.record_join(0)
-    driver.decide()
-    assert len(driver.ends()) == 2
-
-
 def test_the_same_signal_at_another_rank_does_not_put_the_end_off() -> None:
     driver = Warned()
     signalled(driver)
@@ -1058,15 +701,6 @@ def test_the_same_signal_at_another_rank_does_not_put_the_end_off() -> None:
     driver.now_s += 3.0
     signalled(driver)
     assert driver.group.preemption.deadline_s(driver.now_s) == first_s
-
-
-def test_a_save_that_all_ranks_wait_in_does_not_wait_for_a_later_hold() -> None:
-    driver = Warned()
-    driver.warn(30.0, exit_timing=ExitTiming.AT_ONCE)
-    assert driver.word().step > 1
-    driver.steps = [1, 1]
-    driver.save(Version(0, 1), SaveReason.SAVE)
-    assert set(driver.answers("save")) == {0, 1}
 
 
 def test_so_many_notices_are_remembered_and_no_more() -> None:
@@ -1098,22 +732,9 @@ def test_what_all_of_many_nodes_hear_counts_for_all_of_them() -> None:
     assert sorted(left_by(driver)) == sorted(("slurm", "7", node) for node in ("", *nodes))
 
 
-def test_the_verdict_on_the_control_page_touches_neither_the_word_nor_a_rank() -> None:
-    page = ControlPage.create(2)
-    page.announce(1, ControlWord(9, 1, WordKind.HOLD, 40))
-    page.publish_step(0, 41)
-    page.publish_step(1, 40, 3)
-    page.publish_leave(9)
-    assert page.leave_attempt() == 9
-    assert page.appointments() == [ControlWord(9, 1, WordKind.HOLD, 40)]
-    assert [(page.entered_step(rank), page.poll_count(rank)) for rank in range(2)] == [(41, 0), (40, 3)]
-    page.close()
-
-
 def leaves_while_the_agent_of_rank_1_dies() -> Warned:
     driver, _ = leaving_in_20_s()
-    for rank in range(driver.world):
-        driver.group.rank_states.record_leave_request(rank, ("leave", rank))
+    driver.leave()
     driver.decide()
     driver.group.record_disconnect(1, driver.now_s)
     driver.commit("its part was not written")
@@ -1135,8 +756,7 @@ def test_the_last_commit_is_tried_again_once_the_agent_that_was_missing_is_back(
 def test_also_where_it_is_back_before_the_commit_that_began_without_it_has_failed() -> None:
     driver, _ = leaving_in_20_s()
     driver.slots[driver.slots.committing_slot or 0].attempt.is_last_try = True  # type: ignore[union-attr]
-    for rank in range(driver.world):
-        driver.group.rank_states.record_leave_request(rank, ("leave", rank))
+    driver.leave()
     driver.group.record_disconnect(1, driver.now_s)
     driver.decide()
     driver.group.record_join(1)
@@ -1147,8 +767,7 @@ def test_also_where_it_is_back_before_the_commit_that_began_without_it_has_faile
 
 def test_but_not_longer_than_until_the_deadline() -> None:
     driver = leaves_while_the_agent_of_rank_1_dies()
-    wake_s = driver.group.next_wake_s(driver.now_s)
-    assert wake_s is not None
+    wake_s = driver.wake_s
     driver.now_s += 20.0 - END_S
     assert wake_s <= driver.now_s
     driver.decide()
@@ -1156,15 +775,6 @@ def test_but_not_longer_than_until_the_deadline() -> None:
     assert driver.slots.committing_slot is None
     assert set(driver.answers("leave")) == {0}, "who is there is told that it failed"
     assert not driver.group.rank_states.summary.waiting_to_leave
-
-
-def test_it_is_not_waited_for_where_other_nodes_keep_what_it_has() -> None:
-    driver, word = leaving_in_20_s()
-    driver.slots[word.slot].attempt.replication_state = WorkState.DONE  # type: ignore[union-attr]
-    driver.group.rank_states.record_leave_request(1, ("leave", 1))
-    driver.group.record_disconnect(1, driver.now_s)
-    driver.commit("its part was not written")
-    assert driver.slots.committing_slot is not None
 
 
 def giving_up(driver: Warned) -> int:
@@ -1181,18 +791,12 @@ def leaves_beside_a_commit(takes_s: float, since_s: float, lead_s: float, explic
     if explicit:
         driver.steps = [16] * 2
         driver.save(Version(15, 1))
-        answer = driver.answers("save")[0]
-        driver.stage(answer["attempt"], Version(15, 1), answer["slot"])
-        driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")
-        driver.decide()
+        driver.take_saved(Version(15, 1))
     else:
         driver.complete()
     driver.now_s += since_s
     signalled(driver, lead_s)
-    word = driver.take()
-    assert driver.hold(word) == {0: True, 1: True}
-    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
-    driver.decide()
+    driver.leave_by_hold()
     return driver
 
 
@@ -1241,27 +845,6 @@ def test_then_the_last_one_begins_and_who_waits_for_what_gave_way_is_told() -> N
     assert (body["level"], body["error"], body["left_s"]) == ("store", "", 12.0)
 
 
-def test_one_that_ended_before_it_could_be_broken_off_is_committed_like_any_other() -> None:
-    driver = leaves_beside_a_commit(18.0, 1.0, 30.0)
-    newest = driver.slots.newest
-    assert newest is not None
-    assert giving_up(driver)
-    driver.commit()
-    assert driver.levels("store")[str(Version(20))]
-    assert driver.slots.committing_slot == newest.slot
-
-
-def test_a_last_one_that_fails_after_that_is_tried_again() -> None:
-    driver = leaves_beside_a_commit(5.0, 1.0, 8.0)
-    newest = driver.slots.newest
-    assert newest is not None
-    driver.commit("it was broken off")
-    driver.commit("503")
-    driver.now_s += 4.0
-    driver.decide()
-    assert driver.slots.committing_slot == newest.slot
-
-
 def test_a_save_that_waits_for_its_turn_is_committed_behind_the_last_one_that_would_come_too_late_else() -> None:
     driver = Warned(every=10, slots=4)
     driver.complete()
@@ -1271,14 +854,9 @@ def test_a_save_that_waits_for_its_turn_is_committed_behind_the_last_one_that_wo
     driver.now_s += 15.0
     driver.steps = [26] * 2
     driver.save(Version(25, 1))
-    answer = driver.answers("save")[0]
-    driver.stage(answer["attempt"], Version(25, 1), answer["slot"])
-    driver.group.save_attempts.record_assembly(answer["slot"], answer["attempt"], "")
+    answer = driver.take_saved(Version(25, 1))
     signalled(driver, 30.0)
-    word = driver.take()
-    driver.hold(word)
-    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
-    driver.decide()
+    word = driver.leave_by_hold()
     assert not giving_up(driver), "it is all but done"
     driver.now_s += 3.0
     driver.commit()
@@ -1296,10 +874,7 @@ def test_what_a_lost_agent_kept_is_not_said_to_be_in_the_memory_of_nodes_that_st
     driver = Warned()
     driver.place(Kept("", 1, ("b",)), Kept("b", 1, ("c",)), Kept("c", 1, ("b",)))
     driver.warn(20.0, exit_timing=ExitTiming.AT_ONCE)
-    word = driver.take()
-    driver.hold(word)
-    driver.group.save_attempts.record_assembly(word.slot, word.attempt_number, "")
-    driver.decide()
+    word = driver.leave_by_hold()
     driver.replicas.record_replication(word.slot, "", driver.now_s)
     driver.decide()
     driver.replicas.record_lost_holder(lost, driver.replicas.peer_versions)
@@ -1311,27 +886,6 @@ def test_what_a_lost_agent_kept_is_not_said_to_be_in_the_memory_of_nodes_that_st
     driver.replicas.record_replication(word.slot, "", driver.now_s)
     driver.decide()
     assert driver.outcomes()[-1]["level"] == "peer"
-
-
-@pytest.mark.parametrize(("going", "level"), [("b", "peer"), ("", "peer"), ("b c", "local"), (" c", "local")])
-def test_what_is_found_to_be_safe_after_a_restart_is_said_to_outlive_as_many_nodes_as_it_does(
-    going: str, level: str
-) -> None:
-    """As many as were asked for, whichever these are. Nobody has room for copies any more, but for those that are
-    there."""
-    driver = Warned(3)
-    driver.replicas.is_survey_pending = True
-    hold_snapshot(driver.group, 1, Version(20), False)
-    driver.train(3.0)
-    driver.replicas.record_survey(Version(20), [Kept(node, 1) for node in ("", "b", "c")], True)
-    driver.replicas.record_replication(1, "", driver.now_s)
-    driver.slots.require_commit(Version(20), SaveReason.EXIT)
-    for node in going.split(" "):
-        driver.warn(20.0, f"1 on node {node}", exit_timing=ExitTiming.AT_ONCE, nodes=frozenset({node}))
-    driver.now_s += 20.0 - OUTCOME_S
-    driver.decide()
-    (body,) = driver.outcomes()
-    assert (body["how"], body["level"], body["step"]) == ("left", level, 20)
 
 
 class Polling(Warned):
@@ -1367,9 +921,7 @@ def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long()
     assert (word.kind, word.sub, word.step >= driver.steps[0]) == (WordKind.HOLD, 0, True)
     driver.evaluate(0.1)
     assert driver.word() == word, "it may be a step like others"
-    wake_s = driver.group.next_wake_s(driver.now_s)
-    assert wake_s is not None
-    assert wake_s <= driver.now_s + 1.0
+    assert driver.wake_s <= driver.now_s + 1.0
     driver.evaluate(4 * driver.group.facts.step_timing.boundary_interval_s)
     moved = driver.word()
     assert (moved.kind, moved.step) == (WordKind.HOLD, driver.steps[0] - 1)
@@ -1402,29 +954,6 @@ def test_polls_that_come_by_the_hundred_thousand_lead_to_none_that_cannot_be_tol
     assert ControlWord.unpack(word.pack()).sub == word.sub > driver.polls
 
 
-def test_a_hold_stays_where_it_is_in_a_long_step_without_polls() -> None:
-    driver = about_to_hold()
-    word = driver.word()
-    for _ in range(20):
-        driver.evaluate(0.5, polls=0)
-    assert driver.word() == word
-    driver.evaluate(0.5)
-    assert driver.word().sub > 0
-
-
-def test_a_hold_at_a_poll_that_never_comes_is_at_the_end_of_a_step_again() -> None:
-    driver = about_to_hold()
-    driver.evaluate(4 * driver.group.facts.step_timing.boundary_interval_s)
-    moved = driver.word()
-    assert moved.sub
-    driver.train(0.1)  # the evaluation is over
-    for rank in range(2):
-        driver.group.save_attempts.record_miss(rank, moved.attempt_number, "late")
-    driver.decide()
-    assert driver.is_hold()
-    assert (driver.word().sub, driver.word().step >= driver.steps[0]) == (0, True)
-
-
 def test_a_hold_at_which_one_rank_has_staged_already_is_not_moved() -> None:
     driver = about_to_hold()
     word = driver.word()
@@ -1433,56 +962,6 @@ def test_a_hold_at_which_one_rank_has_staged_already_is_not_moved() -> None:
     driver.stage(word.attempt_number, Version(word.step), word.slot, range(1))
     driver.evaluate(2.0)
     assert driver.word() == word
-
-
-def test_a_hold_behind_a_save_does_not_wait_for_a_poll_as_if_that_had_been_one() -> None:
-    driver = Polling()
-    driver.save_once()
-    driver.train(1.0)
-    version, driver.polls = Version(driver.steps[0] - 1, 1), 1
-    driver.save(version)
-    driver.stage(driver.answers("save")[0]["attempt"], version, driver.answers("save")[0]["slot"])
-    driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
-    word = driver.word()
-    assert (word.kind, word.sub) == (WordKind.HOLD, 0)
-    driver.evaluate(4 * driver.group.facts.step_timing.boundary_interval_s, polls=0)
-    assert driver.word() == word
-    driver.evaluate(0.5)
-    assert driver.word().sub > 0, "and this is one"
-
-
-def by_the_clock() -> Polling:
-    """Saved once, and two seconds into the minute until it is due again."""
-    driver = Polling(start_step=None)
-    driver.group.clock.set_policy(Every(seconds=60.0), 0.0)
-    driver.group.appointments.record_start(0, 0.0)
-    driver.save_once()
-    driver.train(2.0)
-    return driver
-
-
-def taking() -> Polling:
-    """By the clock; one is appointed at the end of a step, which a long evaluation precedes."""
-    driver = by_the_clock()
-    driver.train(58.0)
-    assert (driver.word().kind, driver.word().sub) == (WordKind.TAKE, 0)
-    assert driver.word().step <= driver.steps[0] + 2
-    return driver
-
-
-def test_what_is_to_be_taken_by_the_clock_comes_at_a_poll_once_a_step_takes_long() -> None:
-    driver = taking()
-    word = driver.word()
-    for _ in range(2):
-        driver.evaluate(0.1)
-    assert driver.word() == word, "it may be a step like others"
-    wake_s = driver.group.next_wake_s(driver.now_s)
-    assert wake_s is not None
-    assert wake_s <= driver.now_s + 1.0
-    driver.evaluate(1.0)
-    driver.evaluate(1.0)
-    assert (driver.word().kind, driver.word().step) == (WordKind.TAKE, driver.steps[0] - 1)
-    assert driver.polls < driver.word().sub + 2
 
 
 @pytest.mark.parametrize("asked_by", ["an uncertain notice", "a notice that was left by"])
@@ -1533,38 +1012,7 @@ def test_who_polls_in_a_long_evaluation_leaves_no_earlier_than_he_has_to() -> No
     assert driver.lead_s > need_s + 0.1, "a silent one may take any time"
 
 
-def in_an_evaluation(polls: int) -> Polling:
-    """One has been complete for some while, and its commit, which takes 20 s, has begun just now."""
-    driver = Polling()
-    driver.train(2.0)
-    for step in (1, 2):
-        driver.save(Version(driver.steps[0] - 1, step))
-        granted = driver.answers("save")[0]
-        driver.stage(granted["attempt"], Version(driver.steps[0] - 1, step), granted["slot"])
-        driver.group.save_attempts.record_assembly(granted["slot"], granted["attempt"], "")
-        driver.decide()
-        if step == 1:
-            driver.now_s += 20.0
-            driver.commit()
-            driver.train(5.0)
-            driver.train(5.0)
-    driver.train(5.0)
-    for number in range(60):
-        driver.evaluate(1.0, polls=number < polls)
-    driver.decide()
-    assert driver.slots.newest_commit_state is WorkState.RUNNING
-    return driver
-
-
-def test_in_an_evaluation_with_polls_a_last_one_is_taken_where_it_fits_whatever_the_step_takes() -> None:
-    driver = in_an_evaluation(polls=60)
-    driver.warn(30.0)
-    assert driver.is_hold()
-    assert driver.polls < driver.word().sub <= driver.polls + 4
-
-
-@pytest.mark.parametrize("again", [True, False])
-def test_a_hold_whose_notice_was_taken_back_does_not_stand_in_the_way_of_the_next_one(again: bool) -> None:
+def test_a_hold_whose_notice_was_taken_back_does_not_stand_in_the_way_of_the_next_one() -> None:
     driver = Warned()
     driver.save_once()
     driver.warn(60.0, exit_timing=ExitTiming.AT_ONCE)
@@ -1572,24 +1020,9 @@ def test_a_hold_whose_notice_was_taken_back_does_not_stand_in_the_way_of_the_nex
     driver.group.preemption.withdraw_notice("cloud", "1")
     driver.decide()
     assert driver.word() == before, "ranks may be on their way to it"
-    if not again:
-        return
     driver.warn(60.0, "2", exit_timing=ExitTiming.AT_ONCE)
-    word = driver.word()
-    assert (word.attempt_number != before.attempt_number, word.step <= before.step) == (True, True)
-    driver.take()
-    assert driver.hold(word) == {0: True, 1: True}
-
-
-def test_a_hold_is_appointed_again_under_the_ranks_new_division() -> None:
-    driver = about_to_hold()
-    before = driver.word()
-    driver.arenas.record_layout()
-    driver.decide()
-    driver.arenas.record_division(driver.world + 1, "e", (100, 100), 3)
-    driver.make_ready()
-    assert driver.is_hold()
     assert driver.word().attempt_number != before.attempt_number
+    assert driver.leave_by_hold().step <= before.step
 
 
 class InTurns(Polling):
@@ -1657,11 +1090,3 @@ def test_what_each_of_many_evaluations_has_too_few_polls_for_is_taken_at_the_end
     for seconds in [1.0, 10.0] * 10:
         driver.turn(seconds)
     assert driver.taken
-
-
-def test_a_poll_in_each_step_is_no_reason_to_wait_for_a_second_one() -> None:
-    driver = by_the_clock()
-    driver.train(57.9)
-    driver.evaluate(0.05)
-    driver.evaluate(0.1, polls=0)
-    assert driver.word().sub == 0

@@ -48,6 +48,7 @@ class Rank:
         self.division = ""  # what it was sent last
         self.division_layout = 0
         self.warm: dict[int, str] = {}
+        self.arenas: set[int] = set()  # slots of which its node has one
         self.seen: set[int] = set()  # the rounds it answered
         self.waits_for: Callable[[], None] | None = None  # its request, to be sent again after a lost connection
         self.asks = ""  # which one
@@ -56,6 +57,7 @@ class Rank:
         self.filling = 0  # copies under way
         self.heard_s = 0.0  # when its last message arrives
         self.connection = 0
+        self.connected = True
         self.shows = True  # whether its step is on the control page of the present agent
 
     @property
@@ -163,6 +165,7 @@ class Sim:
     def lose(self, rank: Rank) -> None:
         if rank.alive and not rank.left:
             rank.connection += 1
+            rank.connected = False
             self.group.record_disconnect(rank.number, self.now_s)
             self.decide()
             self.after(self.random.uniform(0, 2), self.rejoin, rank)
@@ -170,6 +173,7 @@ class Sim:
     def rejoin(self, rank: Rank) -> None:
         if rank.alive and not rank.left:
             rank.connection += 1
+            rank.connected = True
             rank.shows = True
             self.group.record_join(rank.number)
             self.layouts[rank.number] = rank.layout
@@ -266,6 +270,8 @@ class Sim:
         self.in_agent(self.random.uniform(0, 1), self.made, action.slot, action.arena_bytes)
 
     def made(self, slot: int, arena_bytes: tuple[int, ...]) -> None:
+        for rank in self.ranks:
+            rank.arenas.add(slot)  # also where its connection is broken meanwhile
         self.group.arenas.record_arenas(slot, arena_bytes)
         self.decide()
 
@@ -281,6 +287,8 @@ class Sim:
         assert self.group.slots[action.slot].state is SlotState.FREE, "closed although it holds something"
         self.shrunk += 1
         for rank in self.ranks:
+            if rank.connected:
+                rank.arenas.discard(action.slot)
             self.content.pop((action.slot, rank.number), None)
             self.in_agent(self.way_s(rank.number, 0.01), rank.warm.pop, action.slot, None)
 
@@ -737,6 +745,16 @@ class Sim:
             return "within" in str(exc)
         return False
 
+    def check_arenas(self) -> None:
+        """No node has memory in a slot that is not in use and holds nothing."""
+        arenas = self.group.arenas
+        if self.group.facts.any_gone or self.group.facts.superseded_by or not arenas.has_division:
+            return
+        for slot in arenas.slots_by_use[arenas.slot_limit :]:
+            is_kept = slot.attempt is not None or slot.leases or slot.is_making_arenas
+            left = [rank.number for rank in self.ranks if slot.number in rank.arenas]
+            assert is_kept or not left, f"ranks {left} have arenas of slot {slot.number}, which is not in use"
+
     def gone(self) -> bool:
         return all(not r.alive or r.left for r in self.ranks)
 
@@ -750,6 +768,7 @@ def run(seed: int) -> Sim:
         sim.after(0.0, sim.rejoin, rank)
     sim.last_step = 1 << 30
     sim.run_until(sim.now_s + 3.0)  # the last late message has landed
+    sim.check_arenas()
     before = len(sim.completed)
     sim.last_step = max(r.step for r in sim.ranks) + 15
     sim.run_until(sim.now_s + 10 * CALM_S, sim.gone)

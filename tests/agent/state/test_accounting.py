@@ -54,6 +54,15 @@ class Run:
         return found
 
 
+def saved(commit: bool = False) -> Run:
+    """One that has begun afresh, trained ten steps and taken a snapshot."""
+    run = Run()
+    run.start()
+    run.train(10)
+    run.snapshot(commit=commit)
+    return run
+
+
 def test_goodput_is_the_time_on_steps_that_were_kept_over_the_wall_time() -> None:
     run = Run()
     assert run.facts()["goodput"] is None
@@ -70,10 +79,7 @@ def test_goodput_is_the_time_on_steps_that_were_kept_over_the_wall_time() -> Non
 
 
 def test_steps_that_were_ended_since_the_last_look_before_a_failure_are_lost_by_it_too() -> None:
-    run = Run()
-    run.start()
-    run.train(10)
-    run.snapshot()
+    run = saved()
     run.step += 7  # nothing happened that an agent would look for
     run.wait(7.0, Phase.DOWN)
     run.start(10, "local", SECOND)
@@ -82,10 +88,7 @@ def test_steps_that_were_ended_since_the_last_look_before_a_failure_are_lost_by_
 
 
 def test_what_a_failure_throws_back_is_lost_and_the_time_until_training_goes_on_is_recovery() -> None:
-    run = Run()
-    run.start()
-    run.train(10)
-    run.snapshot(commit=True)
+    run = saved(commit=True)
     run.train(10)
     run.snapshot()
     run.train(4)
@@ -101,10 +104,7 @@ def test_what_a_failure_throws_back_is_lost_and_the_time_until_training_goes_on_
 
 
 def test_a_second_failure_that_only_the_store_survives_throws_back_more() -> None:
-    run = Run()
-    run.start()
-    run.train(10)
-    run.snapshot(commit=True)
+    run = saved(commit=True)
     run.train(10)
     run.snapshot()
     run.train(4)
@@ -125,10 +125,7 @@ def test_a_second_failure_that_only_the_store_survives_throws_back_more() -> Non
 
 
 def test_a_restart_over_trainers_that_still_live_is_a_failure_too() -> None:
-    run = Run()
-    run.start()
-    run.train(10)
-    run.snapshot()
+    run = saved()
     run.train(3)
     run.start(10, "local", SECOND)
     found = run.facts()
@@ -158,10 +155,7 @@ def test_what_lies_before_all_that_this_agent_knows_is_all_of_its_work() -> None
 
 
 def test_a_run_that_ended_in_order_costs_nothing_until_it_is_started_again() -> None:
-    run = Run()
-    run.start()
-    run.train(10)
-    run.snapshot(commit=True)
+    run = saved(commit=True)
     run.wait(0, Phase.ENDING)
     run.wait(3, Phase.IDLE)
     run.wait(1000, Phase.IDLE)
@@ -172,10 +166,7 @@ def test_a_run_that_ended_in_order_costs_nothing_until_it_is_started_again() -> 
 
 
 def test_going_on_from_an_older_checkpoint_on_purpose_is_no_loss() -> None:
-    run = Run()
-    run.start()
-    run.train(10)
-    run.snapshot(commit=True)
+    run = saved(commit=True)
     run.train(10)
     run.wait(0, Phase.IDLE)
     run.start(10, "store", SECOND)
@@ -220,30 +211,24 @@ def test_an_agent_that_comes_to_a_running_job_counts_from_then() -> None:
 
 
 def test_what_other_nodes_have_lost_is_not_safe_there_until_they_have_it_again() -> None:
-    run = Run()
-    run.start()
-    run.train(10)
-    run.snapshot(commit=True)
-    run.account.record_replication(FIRST, Version(10), 100)
+    run = saved(commit=True)
+    run.account.record_level("peer", FIRST, Version(10), 100)
     assert run.account.clear_replicated() == Version(10)
     assert run.account.clear_replicated() is None
     assert set(run.facts()["safe"]) == {"local", "store"}
-    run.account.record_replication(FIRST, Version(10), 100)
+    run.account.record_level("peer", FIRST, Version(10), 100)
     assert run.facts()["safe"]["peer"]["step"] == 10
 
 
 def test_after_a_start_no_older_step_counts_as_replicated_until_it_is_found() -> None:
-    run = Run()
-    run.start()
-    run.train(10)
-    run.snapshot(commit=True)
-    run.account.record_replication(FIRST, Version(10), 100)
+    run = saved(commit=True)
+    run.account.record_level("peer", FIRST, Version(10), 100)
     run.train(10)
     run.snapshot(commit=True)
     run.wait(0, Phase.DOWN)
     run.start(20, "store", SECOND)
     assert set(run.facts()["safe"]) == {"store"}
-    run.account.record_found("peer", FIRST, Version(10))
+    run.account.record_level("peer", FIRST, Version(10))
     assert run.facts()["safe"]["peer"]["step"] == 10
 
 
@@ -251,23 +236,20 @@ def test_what_a_start_goes_on_from_is_safe_in_other_nodes_memory_once_it_is_foun
     run = Run()
     run.step = 500
     run.account.adopt_epoch(SECOND)
-    run.account.record_found("peer", FIRST, Version(490))
+    run.account.record_level("peer", FIRST, Version(490))
     assert "peer" not in run.facts()["safe"], "it is not known yet that this is on the line"
     run.account.adopt_epoch(SECOND, Version(490))
-    run.account.record_found("peer", FIRST, Version(495))
+    run.account.record_level("peer", FIRST, Version(495))
     assert "peer" not in run.facts()["safe"], "it is not what is gone on from"
-    run.account.record_found("peer", FIRST, Version(490))
+    run.account.record_level("peer", FIRST, Version(490))
     assert run.facts()["safe"]["peer"]["step"] == 490
     run.account.adopt_epoch(FIRST, Version(1))
-    run.account.record_found("peer", FIRST, Version(480))
+    run.account.record_level("peer", FIRST, Version(480))
     assert run.facts()["safe"]["peer"]["step"] == 490
 
 
 def test_the_safe_step_of_each_level_is_the_newest_on_the_line_and_says_its_age() -> None:
-    run = Run()
-    run.start()
-    run.train(10)
-    run.snapshot(commit=True)
+    run = saved(commit=True)
     run.train(10)
     run.snapshot()
     run.train(5)
@@ -286,10 +268,7 @@ def test_the_safe_step_of_each_level_is_the_newest_on_the_line_and_says_its_age(
 
 
 def test_a_commit_of_the_start_before_counts_where_this_one_goes_on_from_it() -> None:
-    run = Run()
-    run.start()
-    run.train(10)
-    run.snapshot()
+    run = saved()
     run.wait(0, Phase.DOWN)
     run.start(10, "local", SECOND)
     assert set(run.facts()["safe"]) == {"local"}

@@ -66,18 +66,6 @@ def test_what_a_start_went_on_from_stays_and_what_it_did_not_goes_though_nothing
     assert choose_evictions(held, 9 * GIB, NewestStart(TWO, Identity(ONE, Version(5)))) == [], "its own"
 
 
-def test_only_what_a_start_is_known_not_to_have_gone_on_from_is_outdated() -> None:
-    parent = Identity(ONE, Version(5))
-    begun = NewestStart(THREE, parent)
-    assert [begun.supersedes(each) for each in (parent, Identity(ONE, Version(4)), Identity(TWO, Version(9)))] == [
-        0,
-        1,
-        1,
-    ]
-    assert not begun.supersedes(Identity(THREE, Version(6)))
-    assert not NewestStart(THREE, None).supersedes(parent)
-
-
 def test_all_there_is_counts_within_our_control_groups_limit(tmp_path: Path) -> None:
     text = "MemTotal:       65536000 kB\nMemAvailable:   33554432 kB\n"
     assert memory_plan.total_bytes(text, tmp_path) == 65536000 << 10
@@ -192,7 +180,7 @@ def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store()
     group.replicas.is_replication_on = True
     job = SimpleNamespace(scheduler=group, checkpoints={0: object()}, nodes=("a", "b"))
     complete = lambda: cast(Any, JobContext.has_complete).fget(job)  # noqa: E731
-    hold_snapshot(group, 0, Version(5), False)
+    hold_snapshot(group, 0, Version(5))
     assert not complete(), "it is gone with one of them"
     group.replicas.record_survey(Version(5), [Kept("", 1), Kept("b", 1)], True)
     assert complete()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 from ckpt.agent.state.rank_presence import Presence, RankState, RankStates
-from tests.agent.scheduler.test_scheduler import Driver
 
 
 def check(members: RankStates) -> None:
@@ -43,13 +42,3 @@ def test_what_is_seen_of_all_is_what_each_is_after_any_change(seed: int) -> None
         for _ in range(20):
             change(members[rng.randrange(len(members))], rng)
             check(members)
-
-
-def test_however_often_is_decided_thousands_of_ranks_that_do_not_change_are_not_gone_through_again() -> None:
-    driver = Driver(world=4096)
-    driver.complete()
-    seen = driver.group.rank_states.summary
-    for _ in range(3):
-        driver.decide()
-        driver.group.next_wake_s(driver.now_s)
-    assert driver.group.rank_states.summary is seen
