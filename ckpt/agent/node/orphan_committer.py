@@ -25,13 +25,14 @@ from ckpt.agent.commit.job_options import JobOptions
 from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_orphan, judge
 from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import NodeMemory
-from ckpt.agent.replication.survey import survey_nodes
+from ckpt.agent.replication.survey import survey
 from ckpt.agent.restore.collect import CheckpointCollector
-from ckpt.agent.runtime.workers import Lane, failure
+from ckpt.agent.runtime.coroutines import Promise, run_on, spawn
+from ckpt.agent.runtime.workers import Lane, error_text, outcome
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
 from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest
-from ckpt.errors import AgentError, Superseded
+from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.events import Event
 from ckpt.policy.save_options import Limits
 from ckpt.types import Epoch, Identity
@@ -41,10 +42,9 @@ if TYPE_CHECKING:
     from ckpt.agent.job.follower_job import FollowerJob
     from ckpt.agent.job.job import Job
     from ckpt.agent.net.peer_network import PeerNetwork
-    from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
     from ckpt.ipc.node_list import NodeAt
     from ckpt.store.commit import Committed
-    from ckpt.store.packs import Written
+    from ckpt.store.lineage import Claim
 
 log = logging.getLogger("ckpt")
 
@@ -64,8 +64,7 @@ class UncoordinatedJob:
 @dataclass(slots=True)
 class _Attempt:
     """One attempt to commit an orphaned checkpoint. `answered_nodes`: the other nodes that answered the survey.
-    `identity`: what is being committed. `settled`: the epoch of a checkpoint that the run does not need; older ones are
-    tried then."""
+    `identity`: what is being committed."""
 
     job: UncoordinatedJob
     network: PeerNetwork
@@ -73,7 +72,6 @@ class _Attempt:
     answered_nodes: list[NodeAt] = field(default_factory=list)
     cancel: threading.Event = field(default_factory=threading.Event)
     identity: Identity | None = None
-    settled: Epoch | None = None
 
 
 class OrphanCommitter:
@@ -143,7 +141,7 @@ class OrphanCommitter:
         self.error = ""
         if not self._memory.inventory_lease.is_held:
             self._memory.grant_inventory_lease(network.agent_name, for_orphans=True)
-        self._guard(attempt, lambda: self._survey_other_nodes(attempt))
+        spawn(self._run(attempt), functools.partial(self._guard, attempt))
 
     def end_attempt(self, settled: Epoch | None = None) -> None:
         """Ends the attempt, if one is under way, and tells its outcome to the surveyed nodes. `settled`: nothing is
@@ -159,143 +157,123 @@ class OrphanCommitter:
             done = str(settled) if settled is not None and node in attempt.answered_nodes else None
             attempt.network.notify(node.name, {"t": "start-outcome", "epoch": None, "settled": done})
 
-    def _guard(self, attempt: _Attempt, what: Callable[[], None]) -> None:
-        """Runs `what` if the attempt is still under way. An error in `what` ends the attempt and nothing else."""
-        if self._attempt is not attempt:
-            return
-        try:
-            what()
-        except Exception as exc:
-            log.exception("what %s has left in memory is not committed from here", attempt.job.epoch)
-            self._fail(attempt, str(exc))
+    # -- one attempt
 
-    def _fail(self, attempt: _Attempt, why: str, settled: Epoch | None = None) -> None:
-        log.warning("what %s has left in memory is not committed from here: %s", attempt.job.epoch, why)
+    def _guard(self, attempt: _Attempt, step: Callable[[], None]) -> None:
+        if self._attempt is attempt:
+            step()
+
+    async def _run(self, attempt: _Attempt) -> None:
+        text = f"what {attempt.job.epoch} has left in memory is not committed from here"
+        try:
+            await self._survey_other_nodes(attempt)
+            settled, why = await self._commit_newest(attempt)
+        except Exception as exc:
+            if not isinstance(exc, CkptError):
+                log.exception("%s", text)
+            settled, why = None, error_text(exc)
+        if why:
+            log.warning("%s: %s", text, why)
         self.error = why if settled is None else ""
         self.end_attempt(settled)
 
-    def _survey_other_nodes(self, attempt: _Attempt) -> None:
-        def surveyed(found: Mapping[str, Inventory], silent: Sequence[str]) -> None:
-            for node in [node for node in nodes if node.name in found]:
-                attempt.inventory.merge(found[node.name], node.name)
-                attempt.answered_nodes.append(node)
-            self._choose_orphan(attempt)
-
+    async def _survey_other_nodes(self, attempt: _Attempt) -> None:
         network, nodes = attempt.network, attempt.job.nodes
         others = [node for node in nodes[1:] if node.name != network.agent_name]
         # The former coordinator's agent may be connected: it may have followed a newer start that was led from here.
         others += [node for node in nodes[:1] if network.channel(node.name) is not None]
-        guard = functools.partial(self._guard, attempt)
-        survey_nodes(network, others, surveyed, {"for_orphans": True}, guard, self._context.server.call_later)
+        found, _ = await survey(network, others, {"for_orphans": True}, self._context.server.call_later)
+        for node in [node for node in nodes if node.name in found]:
+            attempt.inventory.merge(found[node.name], node.name)
+            attempt.answered_nodes.append(node)
 
-    def _choose_orphan(self, attempt: _Attempt) -> None:
-        """Chooses the newest checkpoint that memory can give, and commits it if the run still needs it."""
-        terms = attempt.job.terms
-        identity = max((each for each in attempt.inventory.complete_checkpoints() if each.epoch in terms), default=None)
-        if identity is None:
-            # A memory-only node surveys nobody: what it lacks comes only with a coordinator.
-            lacks = not attempt.job.nodes and attempt.identity is None
-            settled = attempt.job.epoch if lacks else attempt.settled
-            self._fail(attempt, "no checkpoint is whole on the nodes that answer", settled)
-            return
-        attempt.identity, claim = identity, terms[identity.epoch].claim
-
-        def judged(done: Future[OrphanVerdict]) -> None:
-            if error := failure(done):
-                self._fail(attempt, error)
-                return
-            verdict = done.result()
+    async def _commit_newest(self, attempt: _Attempt) -> tuple[Epoch | None, str]:
+        """Commits the newest checkpoint that memory can give and the run still needs. Returns up to which epoch nothing
+        is left to commit (None: the attempt came to nothing), and why nothing was committed. Errors: CkptError."""
+        terms, workers = attempt.job.terms, self._context.workers
+        settled: Epoch | None = None
+        while True:
+            whole = (each for each in attempt.inventory.complete_checkpoints() if each.epoch in terms)
+            identity = max(whole, default=None)
+            if identity is None:
+                # A memory-only node surveys nobody: what it lacks comes only with a coordinator.
+                lacks = not attempt.job.nodes and attempt.identity is None
+                why = "no checkpoint is whole on the nodes that answer"
+                return attempt.job.epoch if lacks else settled, why
+            attempt.identity, claim = identity, terms[identity.epoch].claim
+            verdict = await run_on(workers, Lane.STORE, functools.partial(self._judge, claim, identity))
             if verdict in (OrphanVerdict.COMMIT, OrphanVerdict.CLAIM):
-                self._collect_orphan(attempt, identity)
-                return
-            attempt.settled = attempt.settled or identity.epoch
-            why = f"step {identity.version.step} is {verdict.value}"
-            if verdict is OrphanVerdict.DONE:
-                self._fail(attempt, why, attempt.settled)
+                try:
+                    found = await self._collect_orphan(attempt, identity)
+                except AgentError as exc:
+                    why = f"it cannot be had: {exc}"
+                else:
+                    return await self._commit_orphan(attempt, found, settled or identity.epoch)
             else:
-                self._choose_older_orphan(attempt, identity, why)
+                settled = settled or identity.epoch
+                why = f"step {identity.version.step} is {verdict.value}"
+                if verdict is OrphanVerdict.DONE:
+                    return settled, why
+            log.warning("%s in memory is not committed from here: %s", identity, why)
+            attempt.inventory.mark_unusable(identity)
 
-        self._context.workers.run(
-            Lane.STORE,
-            lambda: judge(self._context.store.open_run().view(), claim, identity),
-            lambda done: self._guard(attempt, lambda: judged(done)),
-        )
+    def _judge(self, claim: Claim, identity: Identity) -> OrphanVerdict:
+        """On a thread."""
+        return judge(self._context.store.open_run().view(), claim, identity)
 
-    def _choose_older_orphan(self, attempt: _Attempt, identity: Identity, why: str) -> None:
-        log.warning("%s in memory is not committed from here: %s", identity, why)
-        attempt.inventory.mark_unusable(identity)
-        self._choose_orphan(attempt)
-
-    def _collect_orphan(self, attempt: _Attempt, identity: Identity) -> None:
-        def collected(found: GatheredManifest | None, error: str) -> None:
-            if found is not None:
-                self._commit_orphan(attempt, found)
-            else:
-                self._choose_older_orphan(attempt, identity, f"it cannot be had: {error}")
-
+    async def _collect_orphan(self, attempt: _Attempt, identity: Identity) -> GatheredManifest:
         mine = [node for node in attempt.job.nodes if node.name == attempt.network.agent_name]
-        services = (
-            attempt.network,
-            self._context.workers,
-            self._memory.replica_service,
-            self._memory.arenas_of,
-            attempt.inventory,
-        )
-        guard = lambda what: self._guard(attempt, what)  # noqa: E731
-        CheckpointCollector(*services, [*mine, *attempt.answered_nodes], (), guard).collect_whole(identity, collected)
+        memory, workers = self._memory, self._context.workers
+        services = attempt.network, workers, memory.replica_service, memory.arenas_of, attempt.inventory
+        guard = functools.partial(self._guard, attempt)
+        collector = CheckpointCollector(*services, [*mine, *attempt.answered_nodes], (), guard)
+        found: Promise[GatheredManifest] = Promise()
+        collector.collect_whole(identity, found.set_outcome)
+        return await found
 
-    def _commit_orphan(self, attempt: _Attempt, found: GatheredManifest) -> None:
-        checkpoint, identity = found.checkpoint, found.checkpoint.identity
-        terms, step = attempt.job.terms[identity.epoch], identity.version.step
+    async def _commit_orphan(
+        self, attempt: _Attempt, found: GatheredManifest, settled: Epoch
+    ) -> tuple[Epoch | None, str]:
+        """Commits it. Returns as `_commit_newest`; `settled`: that epoch if the commit succeeds."""
+        checkpoint, identity, arenas = found.checkpoint, found.checkpoint.identity, self._memory.replicas.arenas
+        terms, step, store = attempt.job.terms[identity.epoch], identity.version.step, self._context.store
         text = f"nobody coordinates {identity.epoch} any more: step {step}, which the nodes that are left have"
         log.warning("%s in memory, is committed from here", text)
+        committed: Promise[Committed] = Promise()
 
         def ended(done: Future[Committed]) -> None:
-            self._memory.replicas.arenas.release(identity)
-            self._guard(attempt, lambda: self._on_orphan_committed(attempt, identity, done))
+            arenas.release(identity)
+            committed.set_from(done)
 
         parts = self._plan_orphan_write(attempt, found, terms)
-        self._memory.replicas.arenas.lease(identity)
-        self._context.workers.run(
-            Lane.COMMIT,
-            lambda: commit_orphan(self._context.store, checkpoint, terms, attempt.cancel, parts),
-            ended,
-        )
+        arenas.lease(identity)
+        work = lambda: commit_orphan(store, checkpoint, terms, attempt.cancel, parts)  # noqa: E731
+        self._context.workers.run(Lane.COMMIT, work, ended)
+        try:
+            await committed
+        except Exception as exc:
+            return identity.epoch if isinstance(exc, Superseded) else None, error_text(exc)
+        text = f"step {step} is committed by a node that is left of the job that saved it"
+        log.warning("%s", text)
+        self._context.emit_event(Event("commit.orphan", text, True, {"identity": str(identity)}))
+        return settled, ""
 
     def _plan_orphan_write(self, attempt: _Attempt, found: GatheredManifest, terms: CommitTerms) -> DistributedWrite:
         checkpoint, network = found.checkpoint, attempt.network
         ranks, rest = assign_writers(found.places.holders)
 
         def write(name: str, wanted: WriteRequest, cancel: threading.Event, then: OnWritten) -> None:
-            if not name:
-                self._write_own_part(checkpoint, wanted, cancel, then)
+            if name:
+                node = RemoteShare(network, name, checkpoint.identity.epoch, len(found.places.holders), ())
+                node.write_frames(wanted, then)
                 return
-            node = RemoteShare(network, name, checkpoint.identity.epoch, len(found.places.holders), ())
-            node.write_frames(wanted, then)
+            work = functools.partial(write_part, self._context.store, wanted, checkpoint.arenas, cancel=cancel)
+            self._context.workers.run(Lane.PART, work, lambda done: then(*outcome(done)))
 
         options = JobOptions(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
         server, margin_s = self._context.server, self._context.settings.heartbeat_s
         what = checkpoint, options, ranks, rest.__getitem__, write
         return DistributedWrite(*what, server.post, server.call_later, margin_s)
-
-    def _write_own_part(
-        self, checkpoint: MemoryCheckpoint, wanted: WriteRequest, cancel: threading.Event, then: OnWritten
-    ) -> None:
-        def written(done: Future[Written]) -> None:
-            then(None if failure(done) else done.result(), failure(done))
-
-        self._context.workers.run(
-            Lane.PART, lambda: write_part(self._context.store, wanted, checkpoint.arenas, cancel=cancel), written
-        )
-
-    def _on_orphan_committed(self, attempt: _Attempt, identity: Identity, done: Future[Committed]) -> None:
-        if error := failure(done):
-            self._fail(attempt, error, identity.epoch if isinstance(done.exception(), Superseded) else None)
-            return
-        text = f"step {identity.version.step} is committed by a node that is left of the job that saved it"
-        log.warning("%s", text)
-        self._context.emit_event(Event("commit.orphan", text, True, {"identity": str(identity)}))
-        self.end_attempt(attempt.settled or identity.epoch)
 
 
 def find_uncoordinated_job(context: NodeContext) -> UncoordinatedJob | None:

@@ -4,6 +4,7 @@ committed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ import pytest
 
 from ckpt.agent.commit.commit_turns import CommitTurns
 from ckpt.agent.node.orphan_committer import OrphanCommitter, assign_writers
+from ckpt.agent.runtime.coroutines import spawn
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc.node_list import NodeAt
 from tests.agent.node.test_agent import wait_for
@@ -191,10 +193,10 @@ def test_nobody_is_asked_once_the_attempt_is_over() -> None:
         channel=lambda name: None,
     )
     nodes = [NodeAt(name, (), ()) for name in "abcd"]
-    attempt = SimpleNamespace(network=network, inventory=Inventory(), job=SimpleNamespace(nodes=nodes))
+    attempt = SimpleNamespace(network=network, inventory=Inventory(), job=SimpleNamespace(nodes=nodes, epoch="e"))
     orphans = OrphanCommitter(bare_context(), cast(Any, None), CommitTurns(1.0), lambda: None)
     orphans._attempt = cast(Any, attempt)
-    orphans._survey_other_nodes(cast(Any, attempt))
+    spawn(orphans._run(cast(Any, attempt)), partial(orphans._guard, cast(Any, attempt)))
     assert len(connected) == 2, "not the coordinator, which is lost"
     connected[0]("")
     orphans._attempt = None
