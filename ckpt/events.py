@@ -133,7 +133,11 @@ class JsonLines:
     def __call__(self, event: Event) -> None:
         if event.by_agent:
             return  # the agent writes its own events
-        self._queue_event(event)
+        line = event.to_json(self.common_entries).encode() + b"\n"
+        try:
+            self._queued_lines.put_nowait(line)
+        except queue.Full:
+            self._lost_count += 1
 
     def close(self) -> None:
         """Writes the waiting lines, for at most FLUSH_S. If the disk hangs, the thread stays until the process ends."""
@@ -145,13 +149,6 @@ class JsonLines:
             self._tasks.close(FLUSH_S)
         except Exception as exc:
             log.warning("ckpt: not all events were written to %s: %s", self.path, exc)
-
-    def _queue_event(self, event: Event) -> None:
-        line = event.to_json(self.common_entries).encode() + b"\n"
-        try:
-            self._queued_lines.put_nowait(line)
-        except queue.Full:
-            self._lost_count += 1
 
     def _write_lines(self) -> None:
         while (line := self._queued_lines.get()) is not None:

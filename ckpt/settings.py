@@ -216,9 +216,9 @@ def _find_warning_signals(named: str) -> tuple[signal.Signals, ...]:
     return (*WARNING_SIGNALS, number) if number is not None and is_more else WARNING_SIGNALS
 
 
-def _absolute(path: str) -> Path:
-    """The path, made absolute: the agent works in another folder than the trainer that started it."""
-    return Path(os.path.abspath(path))
+def _path(env: Mapping[str, str], name: str) -> Path | None:
+    """The path in that variable, made absolute: the agent works in another folder than the trainer that started it."""
+    return Path(os.path.abspath(env[name])) if env.get(name) else None
 
 
 def _process_name(pid: int) -> str:
@@ -252,41 +252,35 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process. Errors: UsageError, which names the variable that does not parse."""
     env = os.environ if env is None else env
     runtime = env.get("CKPT_RUNTIME_DIR") or os.path.join(env.get("XDG_RUNTIME_DIR") or "/tmp", f"ckpt-{os.getuid()}")
-    log = env.get("CKPT_AGENT_LOG")
-    redirect = env.get("CKPT_REDIRECT")
-    secret_file = env.get("CKPT_SECRET_FILE")
-    events, metrics = env.get("CKPT_EVENTS"), env.get("CKPT_METRICS")
-    signals_log, predictor = env.get("CKPT_SIGNALS_LOG"), env.get("CKPT_PREDICTOR")
-    notice_file, outcome_file = (
-        _read_sendable(env, n) if n in env else None for n in ("CKPT_NOTICE_FILE", "CKPT_OUTCOME_FILE")
-    )
+    redirect, metrics = env.get("CKPT_REDIRECT"), env.get("CKPT_METRICS")
+    sent = read_variables(("CKPT_NOTICE_FILE", "CKPT_OUTCOME_FILE"), env)
     return Settings(
-        runtime_dir=_absolute(runtime),
+        runtime_dir=Path(os.path.abspath(runtime)),
         launch=_launch(env)[:200].encode(errors="backslashreplace").decode(),  # agents speak UTF-8
         linger_s=_number(env, "CKPT_LINGER_S", 300.0),
         heartbeat_s=_number(env, "CKPT_HEARTBEAT_S", 10.0, HEARTBEAT_S_MIN),
-        agent_log=_absolute(log) if log else None,
+        agent_log=_path(env, "CKPT_AGENT_LOG"),
         retry_s=_number(env, "CKPT_RETRY_S", 120.0),
         redirect=_pair("CKPT_REDIRECT", redirect) if redirect else None,
         hold_at_step=int(_number(env, "CKPT_HOLD_AT", 0)),
         restarts_left=int(_number(env, "TORCHELASTIC_MAX_RESTARTS", 0) - _number(env, "TORCHELASTIC_RESTART_COUNT", 0)),
         notices=_one_of(env, "CKPT_NOTICES", NOTICES),
-        notice_file=_absolute(notice_file) if notice_file else None,
-        outcome_file=_absolute(outcome_file) if outcome_file else None,
+        notice_file=_path(sent, "CKPT_NOTICE_FILE"),
+        outcome_file=_path(sent, "CKPT_OUTCOME_FILE"),
         acknowledge=_one_of(env, "CKPT_ACKNOWLEDGE", ACKNOWLEDGE),
         sigterm_s=_number(env, "CKPT_SIGTERM_S", 30.0),
         sigusr1_s=_number(env, "CKPT_SIGUSR1_S", 30.0),
         warning_signals=_find_warning_signals(env.get("SUBMITIT_PREEMPT_SIGNAL", "")),
         domain=env.get("CKPT_DOMAIN", "")[:1000],
-        events=_absolute(events) if events else None,
+        events=_path(env, "CKPT_EVENTS"),
         metrics=_address("CKPT_METRICS", metrics) if metrics else None,
         listen=env.get("CKPT_LISTEN", ""),
         peers=tuple(each.strip() for each in env.get("CKPT_PEERS", "").split(",") if each.strip()),
-        secret_file=_absolute(secret_file) if secret_file else None,
+        secret_file=_path(env, "CKPT_SECRET_FILE"),
         signals=_one_of(env, "CKPT_SIGNALS", SIGNALS),
         signals_interval_s=_number(env, "CKPT_SIGNALS_S", 5.0, SIGNALS_S_MIN),
-        signals_log=_absolute(signals_log) if signals_log else None,
-        predictor=_absolute(predictor) if predictor else None,
+        signals_log=_path(env, "CKPT_SIGNALS_LOG"),
+        predictor=_path(env, "CKPT_PREDICTOR"),
         slurm_job=_slurm_job(env),
         slurm_end_s=int(end) if re.fullmatch("[0-9]{1,12}", end := env.get("SLURM_JOB_END_TIME", "")) else None,
     )

@@ -99,14 +99,6 @@ def test_a_thread_that_cannot_begin_since_another_one_holds_the_gil_is_waited_fo
     assert sorted(ran) == list(range(8))
 
 
-def test_a_job_that_gets_no_thread_is_never_done_and_the_next_one_is(tasks: Tasks) -> None:
-    done: list[str] = []
-    with without_threads(), pytest.raises(CkptError, match="no further thread"):
-        tasks.submit(done.append, "lost")
-    tasks.submit(done.append, "next").result(60)
-    assert done == ["next"]
-
-
 def test_what_a_failed_job_worked_on_is_free_once_its_error_is_let_go(tasks: Tasks) -> None:
     class Memory: ...
 

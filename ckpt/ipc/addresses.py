@@ -81,30 +81,6 @@ def set_call_timeout(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
-    """Receives `nbytes` bytes. `set_call_timeout` must have been called for the socket.
-
-    Errors: EOFError at the end of the connection; OSError; TimeoutError if nothing arrives in one call, or twice fewer
-    than CALL_BYTES_MIN. So a peer that sends a byte now and then is given up, too."""
-    room = bytearray(nbytes)
-    view, is_short = memoryview(room), False
-    while view:
-        try:
-            got = sock.recv_into(view, len(view), socket.MSG_WAITALL)
-        except BlockingIOError:
-            raise TimeoutError("the peer sent nothing in time") from None
-        if not got:
-            raise EOFError("the peer closed the connection")
-        if got < len(view) and got < CALL_BYTES_MIN:
-            if is_short:
-                raise TimeoutError("the peer sent too little in time")
-            # The first short call is forgiven: a signal may have ended it early. The next call sees a closed
-            # connection.
-            is_short = True
-        view = view[got:]
-    return room
-
-
 def send_all(sock: socket.socket, data: memoryview) -> None:
     """Sends all of `data`. `set_call_timeout` must have been called for the socket. Errors: TimeoutError if a call
     moves fewer than CALL_BYTES_MIN, and not all that is left; OSError."""
@@ -122,8 +98,8 @@ def send_all(sock: socket.socket, data: memoryview) -> None:
 
 
 class SocketReceiver:
-    """Receives bytes from a socket into memory. `set_call_timeout` must have been called for the socket, and nothing
-    else may read from it.
+    """Receives bytes from a socket into memory. The socket blocks, and nothing else reads from it meanwhile. A peer
+    that sends a byte now and then is given up, too.
 
     The kernel wakes the thread when all wanted bytes are there, not for every few packets. On loopback this saves a
     fifth of the CPU time of both ends."""
@@ -134,6 +110,12 @@ class SocketReceiver:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._wake_bytes = 0
+
+    def receive(self, nbytes: int) -> bytearray:
+        """Receives `nbytes` bytes. Errors: as `fill`."""
+        room = bytearray(nbytes)
+        self.fill(memoryview(room))
+        return room
 
     def fill(self, room: memoryview) -> None:
         """Fills `room`. Errors: TimeoutError if too little arrives within `stall_s`; EOFError; OSError."""

@@ -17,8 +17,6 @@ NODES_MAX = 4096
 ADDRESSES_MAX = 32
 DOMAINS_MAX = 8
 
-NodeRow = tuple[str, list[str], list[str], list[int], int]  # name, addresses, domains, ranks, link_bytes_s
-
 
 def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
     """The node list as a blob. `nodes`: each with name, addresses, domains, ranks and, if known, link_bytes_s (see
@@ -32,22 +30,6 @@ def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
 def coordinator_of(nodes: Sequence[Mapping[str, Any]]) -> str:
     """The name of rank 0's agent; "" if the list is empty, which means that all ranks are on one node."""
     return str(nodes[0]["name"]) if nodes else ""
-
-
-def decode_nodes(blob: bytes) -> list[NodeRow]:
-    """The rows of a node list. Errors: UsageError if the blob is malformed or too large."""
-    if len(blob) > BLOB_BYTES_MAX:
-        raise UsageError(f"the list of nodes has {len(blob)} bytes; at most {BLOB_BYTES_MAX} are allowed")
-    try:
-        rows = unpack_bounded(blob, "the list of nodes")
-        if not isinstance(rows, list) or not 0 < len(rows) <= NODES_MAX:
-            raise UsageError(f"the list of nodes must name 1 to {NODES_MAX} nodes")
-        return [
-            (str(name), list(map(str, addresses)), list(map(str, domains)), list(map(int, ranks)), max(0, int(link)))
-            for name, addresses, domains, ranks, link in rows
-        ]
-    except (AgentError, ValueError, TypeError, OverflowError) as exc:
-        raise UsageError(f"the list of nodes is not valid: {exc!r:.200}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +49,26 @@ class NodeAt:
 def parse_nodes(blob: bytes, world: int) -> tuple[NodeAt, ...]:
     """The nodes of a job of `world` ranks, the node of rank 0 first. Errors: UsageError if the blob is malformed, names
     a node twice, or does not name each rank exactly once."""
-    nodes = [
-        NodeAt(
-            name[:100],
-            tuple(map(Address.parse, addresses[:ADDRESSES_MAX])),
-            tuple(ranks),
-            limit_domains(domains),
-            link_bytes_s,
-        )
-        for name, addresses, domains, ranks, link_bytes_s in decode_nodes(blob)
-    ]
+    if len(blob) > BLOB_BYTES_MAX:
+        raise UsageError(f"the list of nodes has {len(blob)} bytes; at most {BLOB_BYTES_MAX} are allowed")
+    try:
+        rows = unpack_bounded(blob, "the list of nodes")
+        if not isinstance(rows, list) or not 0 < len(rows) <= NODES_MAX:
+            raise UsageError(f"it must name 1 to {NODES_MAX} nodes")
+        nodes = [_parse_node(*row) for row in rows]
+    except (AgentError, ValueError, TypeError, OverflowError) as exc:
+        raise UsageError(f"the list of nodes is not valid: {exc!r:.200}") from exc
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:
         raise UsageError(f"the list of nodes must name each of the {world} ranks once, rank 0 on the first node")
     if len({node.name for node in nodes}) < len(nodes):
         raise UsageError("the list of nodes names a node twice")
     return tuple(nodes)
+
+
+def _parse_node(name: Any, addresses: Any, domains: Any, ranks: Any, link_bytes_s: Any) -> NodeAt:
+    where = tuple(Address.parse(str(each)) for each in list(addresses)[:ADDRESSES_MAX])
+    named = limit_domains([str(each) for each in domains])
+    return NodeAt(str(name)[:100], where, tuple(map(int, ranks)), named, max(0, int(link_bytes_s)))
 
 
 def limit_domains(domains: Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.ipc.addresses import CALL_BYTES_MIN, SocketReceiver, receive_exactly, set_call_timeout
+from ckpt.ipc.addresses import CALL_BYTES_MIN, SocketReceiver
 from ckpt.threads import Tasks
 
 Pair = tuple[socket.socket, socket.socket]
@@ -25,7 +25,6 @@ def pair() -> Iterator[Pair]:
         with socket.create_connection(listener.getsockname()) as here:
             there, _ = listener.accept()
             with there:
-                set_call_timeout(there, 60)
                 yield here, there
 
 
@@ -62,7 +61,6 @@ def test_a_message_that_comes_a_byte_at_a_time_is_given_up(pair: Pair) -> None:
     """Or a stranger at the address of a node that is gone could hold up who fetches from there, for as long as he
     likes."""
     here, there = pair
-    set_call_timeout(there, 0.2)
     over = threading.Event()
 
     def drip() -> None:
@@ -73,24 +71,14 @@ def test_a_message_that_comes_a_byte_at_a_time_is_given_up(pair: Pair) -> None:
         dripping = tasks.submit(drip)
         try:
             with pytest.raises(TimeoutError):
-                receive_exactly(there, 512)
+                SocketReceiver(there, 0.2).receive(512)
         finally:
             over.set()
         dripping.result(60)
 
 
-def test_a_connection_that_ends_in_the_midst_of_a_message_is_said_to_have_ended(pair: Pair) -> None:
-    here, there = pair
-    set_call_timeout(there, 10.0)
-    here.sendall(bytes(100))
-    here.close()
-    with pytest.raises(EOFError):
-        receive_exactly(there, 512)
-
-
 def test_a_signal_in_the_midst_of_a_message_ends_nothing(pair: Pair) -> None:
     here, there = pair
-    set_call_timeout(there, 10.0)
     heard, never = threading.Event(), threading.Event()
 
     def disturb() -> None:
@@ -104,7 +92,7 @@ def test_a_signal_in_the_midst_of_a_message_ends_nothing(pair: Pair) -> None:
     try:
         with Tasks("disturbing", pool_size=1) as tasks:
             disturbing = tasks.submit(disturb)
-            assert receive_exactly(there, 512) == b"a" * 100 + b"b" * 412
+            assert SocketReceiver(there, 10.0).receive(512) == b"a" * 100 + b"b" * 412
             disturbing.result(60)
     finally:
         signal.signal(signal.SIGUSR2, before)

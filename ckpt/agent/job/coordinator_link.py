@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.job.job_context import RankTable
-from ckpt.agent.net.progress import ProgressReport
+from ckpt.agent.net.progress import LongRequest
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.snapshots.local_share import LocalShare
@@ -24,8 +24,6 @@ from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
-
-Answer = Callable[[dict[str, Any], str, Sequence[bytes]], None]
 
 
 @dataclass(slots=True)
@@ -188,53 +186,35 @@ class ShareServer:
     def _plan_memory(self, channel: Channel, message: Message) -> None:
         fields, sizes = message.fields, self._parse_sizes(message)
         slots, limit = int(fields["slots"]), int(fields["limit_bytes"]) if fields["limit_bytes"] is not None else None
-        answer = self._begin(channel, message)
+        request = self._begin(channel, message)
 
         def planned(plan: MemoryPlan | None, error: str) -> None:
-            answer({"plan": plan.table() if plan is not None else None}, error, ())
+            request.answer({"plan": plan.table() if plan is not None else None}, error)
 
         self._share.plan_memory(sizes, slots, limit, planned)
 
     def _make_arenas(self, channel: Channel, message: Message) -> None:
         slot, sizes = int(message.fields["slot"]), self._parse_sizes(message)
-        answer = self._begin(channel, message)
-        self._share.make_arenas(slot, sizes, lambda made, error: answer({"sizes": list(made.items())}, error, ()))
+        request = self._begin(channel, message)
+        self._share.make_arenas(slot, sizes, lambda made, error: request.answer({"sizes": list(made.items())}, error))
 
     def _hash_snapshots(self, channel: Channel, message: Message) -> None:
         fields = message.fields
         known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
         slot, identity = int(fields["slot"]), Identity.parse(str(fields["identity"]))
-        answer = self._begin(channel, message)
+        request = self._begin(channel, message)
 
         def hashed(parts: list[StagedPart], error: str) -> None:
             declared = self._share.reader.encoded_declarations()
-            answer({}, error, [] if error else [encode_parts(parts, known, declared)])
+            request.answer({}, error, [] if error else [encode_parts(parts, known, declared)])
 
         self._share.hash_snapshots(slot, identity, hashed)
 
-    def _begin(self, channel: Channel, message: Message) -> Answer:
-        """Reports progress of that request from now on, until the returned function is called with the answer."""
-        request_id = int(message.fields["id"])
-        progress = ProgressReport(channel, request_id, self._share.progress, self._later)
-
-        def answer(body: dict[str, Any], error: str, blobs: Sequence[bytes]) -> None:
-            progress.end()
-            answer_request(channel, request_id, body, error, blobs)
-
-        return answer
+    def _begin(self, channel: Channel, message: Message) -> LongRequest:
+        return LongRequest(channel, message, self._share.progress, self._later)
 
     def _parse_sizes(self, message: Message) -> dict[int, int]:
         sizes = {int(rank): int(size) for rank, size in message.fields["sizes"]}
         if not sizes.keys() <= self._ranks or any(size < 0 for size in sizes.values()):
             raise AgentError("the coordinator speaks of arenas that this node has not")
         return sizes
-
-
-def answer_request(
-    channel: Channel, request_id: int, body: dict[str, Any], error: str, blobs: Sequence[bytes] = ()
-) -> None:
-    """Answers another agent's request with `body`, or refuses it if `error` is not ""."""
-    if error:
-        channel.refuse(request_id, AgentError(error))
-    else:
-        channel.reply(request_id, body, blobs)

@@ -17,7 +17,6 @@ from ckpt.agent.commit.job_options import options_from, policy_from
 from ckpt.agent.job.coordinator_link import RankRelay, ShareServer
 from ckpt.agent.job.follower_restore import FollowerRestore
 from ckpt.agent.job.job_context import Services
-from ckpt.agent.job.rank_messages import RESTORE_KINDS, handle_restore_message
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.preemption.notice_relay import ExitTiming, RelayedNotice
@@ -165,8 +164,9 @@ class FollowerJob:
     def message(self, rank: int, peer: Peer, message: Message) -> None:
         if message.kind == "fetch":
             self.restore.fetch(peer, message)
-        elif message.kind in RESTORE_KINDS:
-            handle_restore_message(self.restore.session, peer, message)
+        elif message.kind == "frames-received":
+            if self.restore.session is not None:
+                self.restore.session.handle_received(peer, message.fields)
         else:
             self.relay.forward(rank, message)
 
@@ -200,10 +200,7 @@ class FollowerJob:
     def on_coordinator_message(self, channel: Channel, message: Message) -> None:
         """Handles a message of the coordinator. Errors: AgentError, or any exception that a malformed message causes;
         the caller reports both to the coordinator."""
-        handler = self._handlers.get(message.kind)
-        if handler is None:
-            raise AgentError(f"the agent does not know the message {message.kind!r} from a coordinator")
-        handler(channel, message)
+        self._handlers[message.kind](channel, message)
 
     def _on_job_state(self, channel: Channel, message: Message) -> None:
         """The coordinator has claimed the epoch, and says how its checkpoints are committed."""

@@ -20,8 +20,8 @@ from ckpt.agent.job.job_context import JobContext, JobPolicy, RankConnection, Se
 from ckpt.agent.job.job_memory import JobMemory
 from ckpt.agent.job.job_notices import JobNotices
 from ckpt.agent.job.job_replication import JobReplication
-from ckpt.agent.job.rank_messages import RESTORE_KINDS, RankMessages, handle_restore_message, parse_contents
-from ckpt.agent.restore.restore_session import RestoreSession
+from ckpt.agent.job.rank_messages import RankMessages, parse_contents
+from ckpt.agent.restore.restore_session import RestoreSession, decode_request
 from ckpt.agent.snapshots.inventory import find_sealed_snapshot
 from ckpt.agent.snapshots.remote_share import AnyPeer, RemotePeer, RemoteShare
 from ckpt.agent.state import actions as do
@@ -230,10 +230,26 @@ class Job:
             self.end_takeover()
 
     def message(self, rank: int, peer: AnyPeer, message: Message) -> None:
-        if message.kind in RESTORE_KINDS:
-            handle_restore_message(self.restore, peer, message)
-        else:
-            self.messages.handle(rank, peer, message)
+        """Handles a message of a rank that has joined. Errors: AgentError; whatever a malformed message leads to."""
+        match message.kind:
+            case "fetch":
+                self._fetch(peer, message)
+            case "frames-received":
+                if self.restore is not None:  # else that is over
+                    self.restore.handle_received(peer, message.fields)
+            case _:
+                self.messages.handle(rank, peer, message)
+
+    def _fetch(self, peer: AnyPeer, message: Message) -> None:
+        """A rank of this node fetches frames. Errors: AgentError."""
+        if isinstance(peer, RemotePeer):
+            raise AgentError("a rank of another node fetches from the agent of that node")
+        identity = Identity.parse(str(message.fields["identity"]))
+        if self.restore is None or self.restore.identity != identity:
+            raise AgentError(f"{identity} is not being restored now")
+        frames, whole = decode_request(message)
+        peer.reply(int(message.fields["id"]), {})
+        self.restore.request(peer, frames, whole)
 
     def peer_disconnected(self, peer: AnyPeer) -> None:
         """A connection of this job is gone."""

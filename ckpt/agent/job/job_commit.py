@@ -21,7 +21,7 @@ from ckpt.agent.commit.job_options import option_fields
 from ckpt.agent.commit.orphan_commit import check_due
 from ckpt.agent.job.job_context import JobContext, JobPolicy
 from ckpt.agent.job.job_replication import JobReplication
-from ckpt.agent.runtime.workers import Lane, failure
+from ckpt.agent.runtime.workers import Lane, failure, outcome
 from ckpt.agent.snapshots.candidates import MemoryEpoch, find_candidates
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest
@@ -112,7 +112,7 @@ class JobCommits:
         def written(done: Future[Written]) -> None:
             if not is_own:
                 replicas.arenas.release(wanted.identity)
-            then(None if failure(done) else done.result(), failure(done))
+            then(*outcome(done))
 
         if not is_own:
             replicas.arenas.lease(wanted.identity)  # a newer checkpoint may be replicated meanwhile

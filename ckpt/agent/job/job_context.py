@@ -277,10 +277,6 @@ class JobContext:
         options = self.options
         return CommitTerms(self.claim, options.codec, options.limits.bandwidth) if self.claim is not None else None
 
-    def checkpoint_identities(self) -> tuple[Identity, ...]:
-        """The complete checkpoints in memory."""
-        return tuple(checkpoint.identity for checkpoint in self.checkpoints.values())
-
     def find_checkpoint(self, identity: Identity) -> tuple[int, MemoryCheckpoint] | None:
         """The slot and the checkpoint; None: not in memory. The caller must take a lease on the slot to use it."""
         return next(((slot, c) for slot, c in self.checkpoints.items() if c.identity == identity), None)

@@ -13,8 +13,7 @@ from typing import Any
 from ckpt.agent.job.job_context import JobContext, JobPolicy
 from ckpt.agent.job.job_replication import JobReplication
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
-from ckpt.agent.runtime import memory_report
-from ckpt.agent.runtime.memory_plan import SLOTS, MemoryPlan, slots_for
+from ckpt.agent.runtime.memory_plan import SLOTS, MemoryPlan, make_table, slots_for
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.division import Division, make_division
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, StagedPart, assemble_checkpoint
@@ -251,7 +250,7 @@ class JobMemory:
         if plan is None:
             return None
         peers = manager.placement_fields() if manager is not None else None
-        return {**plan.table(), **memory_report.make_table(self._context.shares.plans, plan.slots, peers)}
+        return {**plan.table(), **make_table(self._context.shares.plans, plan.slots, peers)}
 
     def _report(self, changed: bool) -> None:
         """Reports the memory plan if the slots changed (`changed`), or the memory for other nodes' replicas did."""

@@ -7,13 +7,14 @@ ANSWER_TIMEOUT_S and fails no training. It is called again as long as the job ru
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.commit.commit_terms import CommitTerms
+from ckpt.agent.net.peer_network import answered
 from ckpt.agent.replication.replication_manager import LentMemory
+from ckpt.agent.runtime.coroutines import CallLater, Promise, gather, race, sleep, spawn, time_out
 from ckpt.errors import AgentError, UsageError
 from ckpt.events import Event
 from ckpt.ipc.addresses import Address
@@ -29,9 +30,6 @@ ANSWER_TIMEOUT_S = 30.0
 CALL_S = 5.0  # between calls while a job runs
 BUSY_S = 1.0  # until a node that lends to another job is asked again
 MEMORY_NODES_MAX = 64
-
-Later = Callable[[float, Callable[[], None]], None]
-Answered = Callable[[Message | None, str, bool], None]
 
 
 def parse_addresses(given: Any) -> tuple[Address, ...]:
@@ -68,7 +66,7 @@ class MemoryNodeClients:
         self,
         url: str,
         network: Callable[[], PeerNetwork | None],
-        later: Later,
+        later: CallLater,
         tell: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
@@ -113,14 +111,15 @@ class MemoryNodeClients:
     def _set_addresses(self, wanted: Sequence[Address]) -> None:
         self._nodes = {address: self._nodes.get(address) or _Node(address) for address in wanted}
 
-    def survey_nodes(self, wanted: Sequence[Address], launch: str, take_over: bool, then: Callable[..., None]) -> None:
-        """Asks each node, for a start, what it holds. Calls `then(address, answer, error)` once for each address,
-        within ANSWER_TIMEOUT_S."""
+    async def survey_nodes(
+        self, wanted: Sequence[Address], launch: str, take_over: bool
+    ) -> list[tuple[Address, Message | None]]:
+        """Asks each node, for a start, what it holds. Returns the answers within ANSWER_TIMEOUT_S; None: it is of no
+        use."""
         self.stop_borrowing()
         self._set_addresses(wanted)
         fields = {"t": "survey", "launch": launch, "take_over": take_over, "url": self._url}
-        for node in self._nodes.values():
-            self._survey_node(node, fields, then)
+        return await gather(self._survey_node(node, fields) for node in self._nodes.values())
 
     def begin_borrowing(self, terms: CommitTerms, wanted: Sequence[Address]) -> None:
         """The job has begun an epoch, or its coordinator is back: calls the nodes until `stop_borrowing`."""
@@ -198,53 +197,45 @@ class MemoryNodeClients:
         network = self._network()
         return node.lent is not None and network is not None and network.channel(node.lent.node.name) is not None
 
-    def _ask_node(self, node: _Node, fields: dict[str, Any], then: Answered, blobs: Sequence[bytes] = ()) -> None:
-        """Asks one node. `then` receives the answer or an error, and True if a connection existed."""
+    async def _ask(
+        self, node: _Node, fields: dict[str, Any], blobs: Sequence[bytes] = ()
+    ) -> tuple[Message | None, str, bool]:
+        """Asks one node. Returns the answer or an error, and True if a connection existed."""
         network = self._network()
         if network is None:
-            then(None, "this agent was not told to listen", False)
-            return
-
-        def found(name: str, error: str) -> None:
-            if error:
-                then(None, error, False)
-            else:
-                network.request(name, fields, blobs, lambda answer, why: then(answer, why, True))
-
+            return None, "this agent was not told to listen", False
+        name = Promise[str]()
         if node.lent is not None and self._is_connected(node):
-            found(node.lent.node.name, "")
+            name.set_result(node.lent.node.name)
         else:
-            network.connect_to_address(node.address, found)
+            network.connect_to_address(node.address, name.set_outcome)
+        was_there = False
+        try:
+            asked = await name
+            was_there = True
+            return await answered(network, asked, fields, blobs), "", True
+        except AgentError as exc:
+            return None, str(exc), was_there
 
-    def _survey_node(self, node: _Node, fields: dict[str, Any], then: Callable[..., None]) -> None:
-        is_over = False
+    async def _survey_node(self, node: _Node, fields: dict[str, Any]) -> tuple[Address, Message | None]:
+        answer: Message | None = None
+        try:
+            answer, error = await race(self._await_lease(node, fields), time_out(self._call_later, ANSWER_TIMEOUT_S))
+        except TimeoutError:
+            error = node.error or f"it has not answered within {ANSWER_TIMEOUT_S:g} s"
+        if error:
+            self._mark_unreachable(node, error)
+        return node.address, None if error else answer
 
-        def end(answer: Message | None, error: str) -> None:
-            nonlocal is_over
-            if is_over:
-                return
-            is_over = True
-            if error:
-                self._mark_unreachable(node, error)
-            then(node.address, None if error else answer, error)
-
-        def ask() -> None:
-            if not is_over:
-                self._ask_node(node, fields, answered)
-
-        def answered(answer: Message | None, error: str, was_there: bool) -> None:
-            if is_over:
-                return
+    async def _await_lease(self, node: _Node, fields: dict[str, Any]) -> tuple[Message | None, str]:
+        """Asks the node until it does not lend to another job any more. Returns its answer, and why it is of no use."""
+        while True:
+            answer, error, _ = await self._ask(node, fields)
             error = self._record_answer(node, answer, error)
-            if answer is not None and answer.fields.get("busy"):
-                node.error = error
-                self._call_later(BUSY_S, ask)
-            else:
-                end(answer, error)
-
-        late = f"it has not answered within {ANSWER_TIMEOUT_S:g} s"
-        self._call_later(ANSWER_TIMEOUT_S, lambda: end(None, node.error or late))
-        ask()
+            if answer is None or not answer.fields.get("busy"):
+                return answer, error
+            node.error = error
+            await sleep(self._call_later, BUSY_S)
 
     def _call_nodes(self, number: int) -> None:
         """Asks all nodes for their memory, every CALL_S. So a node is used again once it is back, or once another start
@@ -253,12 +244,12 @@ class MemoryNodeClients:
         if terms is None or number != self._call_round:
             return
         for node in self._nodes.values():
-            then = functools.partial(self._on_called, number, node)
-            self._ask_node(node, {"t": "borrow-memory", "url": self._url}, then, [terms.encode()])
+            spawn(self._call_node(number, node, terms))
         self._call_later(CALL_S, lambda: self._call_nodes(number))
 
-    def _on_called(self, number: int, node: _Node, answer: Message | None, error: str, was_there: bool) -> None:
-        """`was_there`: a connection existed."""
+    async def _call_node(self, number: int, node: _Node, terms: CommitTerms) -> None:
+        fields = {"t": "borrow-memory", "url": self._url}
+        answer, error, was_there = await self._ask(node, fields, [terms.encode()])
         if number != self._call_round:
             return
         if not was_there:

@@ -12,7 +12,6 @@ from ckpt.agent.job.job_memory import JobDivision
 from ckpt.agent.job.job_notices import JobNotices
 from ckpt.agent.preemption.notice_relay import ExitTiming
 from ckpt.agent.preemption.preemption import NOTICES_MAX
-from ckpt.agent.restore.restore_session import RestoreSession
 from ckpt.agent.snapshots.division import RankContents, parse_hashes, parse_layout
 from ckpt.agent.snapshots.remote_share import AnyPeer
 from ckpt.agent.state.slots import SaveReason
@@ -27,31 +26,17 @@ VALUES_BYTES_MAX = 1 << 40  # more than any machine's memory: a larger size is a
 
 
 class RankMessages:
-    """`end_takeover`: called when a rank is done without the others. `handlers`: by kind of message."""
+    """`end_takeover`: called when a rank is done without the others."""
 
     def __init__(
         self, context: JobContext, division: JobDivision, notices: JobNotices, end_takeover: Callable[[], None]
     ) -> None:
         self._context, self._scheduler, self._division = context, context.scheduler, division
         self._notices, self._end_takeover = notices, end_takeover
-        self.handlers: dict[str, Callable[[int, AnyPeer, Message], None]] = {
-            "layout": self._on_layout,
-            "arena-warm": self._on_arena_warm,
-            "snapshot-staged": self._on_staged,
-            "save": self._on_save,
-            "unsavable": self._on_unsavable,
-            "rank-holds": self._on_hold,
-            "require-commit": self._on_require_commit,
-            "leave": self._on_leave,
-            "notice": self._on_notice,
-        }
 
     def handle(self, rank: int, peer: AnyPeer, message: Message) -> None:
         """Handles a message of a rank that has joined. Errors: AgentError; whatever a malformed message leads to."""
-        handler = self.handlers.get(message.kind)
-        if handler is None:
-            raise AgentError(f"the agent does not know the message {message.kind!r} from a rank")
-        handler(rank, peer, message)
+        HANDLERS[message.kind](self, rank, peer, message)
 
     def _on_layout(self, rank: int, peer: AnyPeer, message: Message) -> None:
         connection = self._context.connections.by_rank[rank]
@@ -113,14 +98,20 @@ class RankMessages:
         peer.reply(int(fields["id"]), {})
 
 
-# These go to the restore session of the rank's own node.
-RESTORE_KINDS = frozenset(("frames-received",))
-
-
-def handle_restore_message(restore: RestoreSession | None, peer: AnyPeer, message: Message) -> None:
-    """Handles what a rank of this node says of its restore. `restore`: None if that is over."""
-    if restore is not None:
-        restore.handle_received(peer, message.fields)
+# By kind of message.
+HANDLERS: dict[str, Callable[[RankMessages, int, AnyPeer, Message], None]] = {
+    "layout": RankMessages._on_layout,
+    "arena-warm": RankMessages._on_arena_warm,
+    "snapshot-staged": RankMessages._on_staged,
+    "save": RankMessages._on_save,
+    "unsavable": RankMessages._on_unsavable,
+    "rank-holds": RankMessages._on_hold,
+    "require-commit": RankMessages._on_require_commit,
+    "leave": RankMessages._on_leave,
+    "notice": RankMessages._on_notice,
+}
+# What a rank that has joined may send; `Job` and `FollowerJob` handle the first two.
+RANK_KINDS = ("fetch", "frames-received", *HANDLERS)
 
 
 def parse_contents(message: Message, coordinate: str) -> RankContents:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpt.agent.runtime.coroutines import CallLater
+from ckpt.errors import AgentError
+
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
     from ckpt.clock import Clock
-    from ckpt.errors import AgentError
     from ckpt.ipc.messages import Message
 
 ANSWER_TIMEOUT_S = 600.0  # longer than any work that does not report progress
@@ -37,21 +39,24 @@ class Progress:
         self.count += 1
 
 
-class ProgressReport:
-    """Sends the message `progress` for one request until `end`, or until the connection has ended. The argument
-    `progress` counts all work of that kind on this agent. So a request that waits for its turn stays alive while others
-    make progress."""
+class LongRequest:
+    """Another agent's request that takes long here. Sends the message `progress` for it until `answer` or `end`, or
+    until the connection has ended. The argument `progress` counts all work of that kind on this agent. So a request
+    that waits for its turn stays alive while others make progress."""
 
-    def __init__(
-        self, channel: Channel, request_id: int, progress: Progress, later: Callable[[float, Callable[[], None]], None]
-    ) -> None:
-        self._channel, self._id, self._progress, self._call_later = channel, request_id, progress, later
+    def __init__(self, channel: Channel, message: Message, progress: Progress, later: CallLater) -> None:
+        self._channel, self._id, self._progress, self._call_later = channel, int(message.fields["id"]), progress, later
         self._is_ended = False
         self._reported_count = progress.count
         later(REPORT_INTERVAL_S, self._send_report)
 
+    def answer(self, body: dict[str, Any], error: str = "", blobs: Sequence[bytes] = ()) -> None:
+        """Answers the request with `body`, or refuses it if `error` is not ""."""
+        self.end()
+        answer_request(self._channel, self._id, body, error, blobs)
+
     def end(self) -> None:
-        """Stops the reports: the request is answered."""
+        """Stops the reports."""
         self._is_ended = True
 
     def _send_report(self) -> None:
@@ -61,6 +66,16 @@ class ProgressReport:
             self._reported_count = self._progress.count
             self._channel.send({"t": "progress", "id": self._id})
         self._call_later(REPORT_INTERVAL_S, self._send_report)
+
+
+def answer_request(
+    channel: Channel, request_id: int, body: dict[str, Any], error: str, blobs: Sequence[bytes] = ()
+) -> None:
+    """Answers another agent's request with `body`, or refuses it if `error` is not ""."""
+    if error:
+        channel.refuse(request_id, AgentError(error))
+    else:
+        channel.reply(request_id, body, blobs)
 
 
 @dataclass(slots=True)
@@ -75,7 +90,7 @@ class PeerRequest:
 class PeerRequests:
     """The requests to other agents that are not answered yet. `progress`: advances with each answer and report."""
 
-    def __init__(self, progress: Progress, later: Callable[[float, Callable[[], None]], None], clock: Clock) -> None:
+    def __init__(self, progress: Progress, later: CallLater, clock: Clock) -> None:
         self._progress, self._call_later, self._clock = progress, later, clock
         self._requests_by_id: dict[int, PeerRequest] = {}
         self._is_check_scheduled = False

@@ -30,7 +30,6 @@ from ckpt.ipc.addresses import (
     Address,
     SocketAddress,
     SocketReceiver,
-    receive_exactly,
     resolve,
     send_all,
     set_call_timeout,
@@ -108,23 +107,24 @@ class Dial:
             tune(sock)
             sock.settimeout(CONNECT_S)
             sock.connect(place.sockaddr)
-            session = self._do_handshake(sock)
+            receiver = SocketReceiver(sock, HANDSHAKE_S)
+            session = self._do_handshake(sock, receiver)
             # The address is right even if the sender is busy, so it is noted before GO.
             self.terms.working_addresses[self.peer] = address
-            _receive_go(sock, session)
+            _receive_go(receiver, session)
             set_call_timeout(sock, self.terms.stall_s)
             return sock, session
         except BaseException:
             self.close_sock(sock)
             raise
 
-    def _do_handshake(self, sock: socket.socket) -> Session:
+    def _do_handshake(self, sock: socket.socket, receiver: SocketReceiver) -> Session:
         set_call_timeout(sock, HANDSHAKE_S)
         exchange = self.terms.make_dialler(self.name, self.peer)
         sock.sendall(exchange.hello)
         while exchange.session is None:
-            header = receive_exactly(sock, handshake.HEADER_BYTES)
-            sock.sendall(exchange.step(bytes(header + receive_exactly(sock, handshake.body_bytes(header)))))
+            header = receiver.receive(handshake.HEADER_BYTES)
+            sock.sendall(exchange.step(bytes(header + receiver.receive(handshake.body_bytes(header)))))
         return exchange.session
 
 
@@ -350,15 +350,15 @@ def request_frames(sock: socket.socket, session: Session, numbers: Sequence[int]
     send_all(sock, memoryview(session.sealer.seal(WANT, b"".join(map(NUMBER.pack, numbers)))))
 
 
-def receive_record(sock: socket.socket, session: Session) -> tuple[int, bytes]:
+def receive_record(receiver: SocketReceiver, session: Session) -> tuple[int, bytes]:
     """Kind and payload of the peer's next record. Errors: OSError, EOFError, NotAuthentic."""
-    header = receive_exactly(sock, handshake.RECORD_HEADER_BYTES)
-    return session.opener.open(header + receive_exactly(sock, session.opener.rest_bytes(header)))
+    header = receiver.receive(handshake.RECORD_HEADER_BYTES)
+    return session.opener.open(header + receiver.receive(session.opener.rest_bytes(header)))
 
 
-def _receive_go(sock: socket.socket, session: Session) -> None:
+def _receive_go(receiver: SocketReceiver, session: Session) -> None:
     """Receives the sender's GO. Errors: _SenderBusy if it is BUSY instead; OSError, EOFError, AgentError."""
-    kind, payload = receive_record(sock, session)
+    kind, payload = receive_record(receiver, session)
     if kind == BUSY and len(payload) == COUNT.size:
         raise _SenderBusy(*COUNT.unpack(payload))
     if kind != GO or payload:

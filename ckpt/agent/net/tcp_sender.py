@@ -39,7 +39,7 @@ from ckpt.agent.net.transport import Frames
 from ckpt.agent.runtime.workers import lower_thread_priority
 from ckpt.clock import Clock
 from ckpt.errors import AgentError, CkptError
-from ckpt.ipc.addresses import Address, send_all, set_call_timeout, shut_down
+from ckpt.ipc.addresses import Address, SocketReceiver, send_all, set_call_timeout, shut_down
 from ckpt.threads import Tasks
 
 log = logging.getLogger("ckpt")
@@ -237,9 +237,10 @@ class Transport:
             if not offer.urgent:
                 lower_thread_priority()
             set_call_timeout(sock, self._terms.stall_s)
+            receiver = SocketReceiver(sock, self._terms.stall_s)
             sock.sendall(session.sealer.seal(GO, b""))
             while offer.withdrawal is None:
-                for number in _receive_request(sock, session, len(offer.byte_ranges)):
+                for number in _receive_request(receiver, session, len(offer.byte_ranges)):
                     self._send_frame(sock, offer, number)
         except EOFError:
             pass  # the receiver has all it needs, or will reconnect
@@ -273,10 +274,10 @@ class Transport:
             gone.set_result(None)
 
 
-def _receive_request(sock: socket.socket, session: Session, count: int) -> list[int]:
+def _receive_request(receiver: SocketReceiver, session: Session, count: int) -> list[int]:
     """The frame numbers of the receiver's next request. `count`: frames of the offer. Errors: EOFError at the end;
     OSError; NotAuthentic; AgentError if the request is malformed."""
-    kind, payload = receive_record(sock, session)
+    kind, payload = receive_record(receiver, session)
     if kind != WANT or len(payload) % NUMBER.size or len(payload) > REQUEST_FRAMES_MAX * NUMBER.size:
         raise AgentError("a request for frames is malformed")
     numbers: list[int] = [number for (number,) in NUMBER.iter_unpack(payload)]

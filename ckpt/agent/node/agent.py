@@ -1,19 +1,18 @@
-"""The agent of a node with ranks: its parts, the table of its messages, and what it does after each event.
+"""The agent of a node with ranks: its parts, and what it does after each event.
 
 The parts are below; each gets what it needs when it is made:
 - NodeContext: the name, store, threads and network. NodeJobs: the jobs and the start under way.
 - NodeMemory: what this node holds. MemoryRelief: what is given back when memory runs short.
 - NodeNotices: the preemption notices. Coordinator: what other nodes of the current job are told.
-- Startup (with StartSurvey, CandidateService): the start. RankEntry: how ranks enter.
+- Startup (with StartSurvey, CandidateService): the start.
 - OrphanCommitter: commits without a coordinator. Lifetime: retried commits, and the end.
-- SnapshotHandlers, PeerHandlers, FollowerHandlers: the messages of other agents.
+- ProcessHandlers: the messages of trainers and tools. SnapshotHandlers, PeerHandlers: those of other agents.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +20,23 @@ from ckpt.agent.adaptive.alarms import Alarms
 from ckpt.agent.adaptive.history import LearntHistory
 from ckpt.agent.commit.commit_turns import CommitTurns
 from ckpt.agent.job.job_context import Services
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.node.coordinator import Coordinator
-from ckpt.agent.node.dispatch import Dispatch, Permissions, Route, Sender
+from ckpt.agent.node.dispatch import Dispatch, Permissions
 from ckpt.agent.node.lifetime import Lifetime
-from ckpt.agent.node.node_context import MakeNetwork, NodeContext, make_peer_network
+from ckpt.agent.node.node_context import MakeNetwork, NodeContext
 from ckpt.agent.node.node_memory import MemoryRelief, NodeMemory
 from ckpt.agent.node.node_notices import NodeNotices
 from ckpt.agent.node.orphan_committer import OrphanCommitter, find_uncoordinated_job
-from ckpt.agent.node.peer_handlers import FollowerHandlers, PeerHandlers
-from ckpt.agent.node.rank_entry import RankEntry
+from ckpt.agent.node.peer_handlers import PeerHandlers
+from ckpt.agent.node.process_handlers import ProcessHandlers
 from ckpt.agent.node.snapshot_handlers import SnapshotHandlers
 from ckpt.agent.node.startup import Startup
-from ckpt.agent.node.tool_handlers import ToolHandlers
 from ckpt.agent.observability.status import job_facts
-from ckpt.agent.runtime.event_loop import EventLoop, Peer
+from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.agent.runtime.priority import Priority
 from ckpt.agent.snapshots.remote_share import AnyPeer
 from ckpt.ipc.addresses import SILENCE_S_MAX
-from ckpt.ipc.client import VERSION
 from ckpt.ipc.messages import Message
 from ckpt.settings import Settings
 
@@ -49,18 +47,13 @@ log = logging.getLogger("ckpt")
 
 # Left out of a former job's status, since they grow with the job.
 FORMER_STATUS_OMITTED: dict[str, None] = dict.fromkeys(("ranks", "steps", "peers"))
-# Messages of ranks that their job handles, wherever the job is coordinated.
-JOB_KINDS = (
-    *("layout", "arena-warm", "snapshot-staged", "save", "unsavable", "rank-holds"),
-    *("require-commit", "leave", "notice", "frames-received"),
-)
 
 
 class Agent:
     """The agent of one node. Main thread only. `priority`: tends the process's priority; None: it stays as it is."""
 
     def __init__(
-        self, url: str, settings: Settings, server: EventLoop, make_network: MakeNetwork = make_peer_network
+        self, url: str, settings: Settings, server: EventLoop, make_network: MakeNetwork = PeerNetwork
     ) -> None:
         self.priority: Priority | None = None
         self.context = context = NodeContext(url, settings, server, self.status, self, make_network)
@@ -75,18 +68,17 @@ class Agent:
         self.orphans = OrphanCommitter(
             context, memory, CommitTurns(settings.linger_s), lambda: find_uncoordinated_job(context)
         )
-        entry = RankEntry(context, memory, notices, self.coordinator, self.startup, services)
-        self.lifetime = Lifetime(context, memory, notices, self.orphans)
+        lifetime = self.lifetime = Lifetime(context, memory, notices, self.orphans)
+        starting = self.coordinator, self.startup, self.orphans
+        processes = ProcessHandlers(context, memory, notices, *starting, lifetime, services)
         permissions = Permissions(
-            self._jobs, memory.inventory_lease, self._jobs.is_coordinator, lambda: entry.awaits_start
+            self._jobs, memory.inventory_lease, self._jobs.is_coordinator, lambda: processes.awaits_start
         )
         self.snapshots = SnapshotHandlers(context, memory, permissions)
         self.relief = MemoryRelief(context, memory, self.snapshots.is_written)
-        self.peers = PeerHandlers(context, memory, notices, self.startup, self.orphans, self.snapshots, self.alarms)
-        followers = FollowerHandlers(context, self.startup.candidates, self.alarms, self)
-        self.dispatch = Dispatch(
-            permissions, [*self._routes(entry, ToolHandlers(context)), *self.peers.routes(), *followers.routes()]
-        )
+        storing = self.startup, self.orphans, self.snapshots
+        self.peers = PeerHandlers(context, memory, notices, *storing, self.alarms, self)
+        self.dispatch = Dispatch(permissions, [*processes.routes(), *self.peers.routes()])
 
     def _make_services(self) -> Services:
         context, memory, memory_nodes = self.context, self.memory, self.coordinator.memory_nodes
@@ -107,22 +99,6 @@ class Agent:
             memory_nodes.reachable_nodes,
             lambda: memory_nodes.has_pending_nodes,
         )
-
-    def _routes(self, entry: RankEntry, tools: ToolHandlers) -> list[Route]:
-        """The messages of trainers and tools."""
-        return [
-            Route("hello", Sender.NEWCOMER, self._on_hello),
-            Route("status", Sender.PROCESS, tools.send_status),
-            Route("preempt", Sender.PROCESS, self.notices.preempt),
-            Route("prune", Sender.PROCESS, tools.prune),
-            Route("is-stored", Sender.PROCESS, tools.answer_stored),
-            Route("listen", Sender.PROCESS, entry.listen),
-            Route("begin", Sender.PROCESS, self._on_begin),
-            Route("join", Sender.TRAINER, entry.join),
-            Route("restored", Sender.PROCESS, self.startup.on_restored),
-            Route("fetch", Sender.RANK, entry.fetch),
-            *(Route(kind, Sender.RANK, self._on_rank_message) for kind in JOB_KINDS),
-        ]
 
     def close(self) -> None:
         self.orphans.end_attempt()
@@ -234,33 +210,6 @@ class Agent:
                 each.replication.on_holder_lost(name)
         self.coordinator.announce_absence(name)
         self.coordinator.reconnect_later(name)
-
-    # -- messages of trainers
-
-    def _on_hello(self, peer: Peer, message: Message) -> None:
-        version, role, network = int(message.fields["version"]), str(message.fields["role"]), self.context.network
-        if version != VERSION:
-            self.lifetime.refuse_version(version, role)
-        peer.role = role
-        body = {"version": VERSION, "incarnation": self.context.incarnation, "pid": os.getpid(), "secret": None}
-        if role == "trainer":
-            self.lifetime.has_served_trainer = True
-            if network is not None and network.secret:
-                body["secret"] = [str(self.memory.newest_epoch()), network.secret]
-        peer.reply(int(message.fields["id"]), body)
-
-    def _on_begin(self, peer: Peer, message: Message) -> None:
-        self.orphans.end_attempt()
-        self.startup.begin(peer, message)
-
-    def _on_rank_message(self, peer: AnyPeer, message: Message) -> None:
-        followed = self._jobs.followed_rank_of(peer)
-        if followed is not None:
-            assert isinstance(peer, Peer)  # a job is followed by its local ranks only
-            followed[0].message(followed[1], peer, message)
-            return
-        job, rank = self._jobs.member_of(peer)
-        job.message(rank, peer, message)
 
     # -- what is shown
 

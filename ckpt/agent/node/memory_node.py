@@ -1,6 +1,6 @@
 """The agent of a memory-only node: it keeps replicas for the jobs of one run, serves them, and commits orphaned ones.
 
-It has no trainers, and serves until a signal asks it to end. memory_lease.py decides to whom it lends. If the job's
+It has no trainers, and serves until a signal asks it to end. `MemoryLease` decides to whom it lends. If the job's
 coordinator is lost, it commits as a node of that job does (orphan_committer.py). Coordinators connect to it, never the
 other way round. Main thread only.
 """
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.commit.commit_turns import CommitTurns
+from ckpt.agent.net.peer_network import PeerNetwork, link_bytes_s
 from ckpt.agent.node.dispatch import Dispatch, Permissions, Route, Sender
+from ckpt.agent.node.inventory_lease import MemoryLease
 from ckpt.agent.node.lifetime import describe_versions
-from ckpt.agent.node.memory_lease import MemoryLease
-from ckpt.agent.node.node_context import MakeNetwork, NodeContext, make_peer_network
+from ckpt.agent.node.node_context import MakeNetwork, NodeContext
 from ckpt.agent.node.node_memory import MemoryRelief, NodeMemory
 from ckpt.agent.node.orphan_committer import OrphanCommitter, UncoordinatedJob
 from ckpt.agent.node.snapshot_handlers import SnapshotHandlers
-from ckpt.agent.node.tool_handlers import ToolHandlers
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Lane, failure
 from ckpt.agent.snapshots.remote_share import AnyPeer
@@ -64,7 +64,7 @@ class MemoryNode:
         settings: Settings,
         server: EventLoop,
         options: MemoryNodeOptions,
-        make_network: MakeNetwork = make_peer_network,
+        make_network: MakeNetwork = PeerNetwork,
     ) -> None:
         """Errors: AgentError if it cannot listen on that address; UsageError."""
         self.context = context = NodeContext(url, settings, server, self.status, self, make_network)
@@ -77,16 +77,16 @@ class MemoryNode:
         )
         self.snapshots = SnapshotHandlers(context, self.memory, permissions)
         self.relief = MemoryRelief(context, self.memory, self.snapshots.is_written)
-        self.dispatch = Dispatch(permissions, [*self.snapshots.routes(), *self._routes(ToolHandlers(context))])
+        self.dispatch = Dispatch(permissions, [*self.snapshots.routes(), *self._routes()])
         self._domains = options.domains
         self._is_ending = False  # asked to end: one last commit was begun, or is not needed
         self.addresses: list[Address] = context.open_network(context.agent_name).listen(options.secret, options.listen)
         context.workers.run(Lane.FRONT, lambda: context.store.open_run(impatient=True).view(), self._on_store_checked)
 
-    def _routes(self, tools: ToolHandlers) -> list[Route]:
+    def _routes(self) -> list[Route]:
         return [
             Route("hello", Sender.NEWCOMER, self._on_hello),
-            Route("status", Sender.PROCESS, tools.send_status),
+            Route("status", Sender.PROCESS, self.context.send_status),
             Route("prune", Sender.PROCESS, self._refuse_prune),
             Route("preempt", Sender.PROCESS, self._refuse_preempt),
             Route("survey", Sender.ANYONE, self._on_survey),
@@ -208,8 +208,6 @@ class MemoryNode:
             raise AgentError(f"it was started for {redact_url(own)}, and lends to no job of {redact_url(url)}")
 
     def _answer_borrower(self, channel: Channel, request_id: int, busy: str, blobs: list[bytes]) -> None:
-        from ckpt.agent.net.peer_network import link_bytes_s
-
         if busy:
             channel.reply(request_id, {"busy": busy})
             return

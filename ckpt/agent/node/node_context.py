@@ -9,26 +9,23 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+
 from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.job.job_context import send_event
+from ckpt.agent.net.peer_network import PeerMessageHandler, PeerNetwork
 from ckpt.agent.node.node_jobs import NodeJobs
 from ckpt.agent.observability.status import Status
-from ckpt.agent.runtime.event_loop import EventLoop
+from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.agent.runtime.workers import Workers
 from ckpt.events import Event, Events
+from ckpt.ipc.messages import Message
 from ckpt.settings import Settings, adopt_store_environment
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
-    from ckpt.agent.net.peer_network import PeerMessageHandler, PeerNetwork
 
-MakeNetwork = Callable[[EventLoop, Workers, str, "PeerMessageHandler"], "PeerNetwork"]
-
-
-def make_peer_network(server: EventLoop, workers: Workers, name: str, handler: PeerMessageHandler) -> PeerNetwork:
-    from ckpt.agent.net.peer_network import PeerNetwork
-
-    return PeerNetwork(server, workers, name, handler)
+MakeNetwork = Callable[[EventLoop, Workers, str, PeerMessageHandler], PeerNetwork]
 
 
 class NodeContext:
@@ -42,7 +39,7 @@ class NodeContext:
         server: EventLoop,
         status: Callable[[], dict[str, Any]],
         peers: PeerMessageHandler,
-        make_network: MakeNetwork = make_peer_network,
+        make_network: MakeNetwork,
     ) -> None:
         """`status`: returns all that is shown of the agent. `peers`: handles the messages of other agents."""
         self.url, self.settings, self.server, self.status = url, settings, server, status
@@ -67,6 +64,10 @@ class NodeContext:
         self.status_view.record_event(event)
         if start is not None:
             send_event(start.peer, event)
+
+    def send_status(self, peer: Peer, message: Message) -> None:
+        """Answers a process with the status, as a blob, since it grows with the job."""
+        peer.reply(int(message.fields["id"]), {}, blobs=[msgpack.packb(self.status())])
 
     def open_network(self, name: str) -> PeerNetwork:
         """The network of this agent. The first call makes it, and names this agent in it."""

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.net.transport import Frames
-from ckpt.agent.node.inventory_lease import InventoryLease
-from ckpt.agent.node.memory_lease import MemoryLease
+from ckpt.agent.node.inventory_lease import InventoryLease, MemoryLease
 from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
@@ -81,7 +80,11 @@ class NodeMemory:
         memory. The claim of a refused epoch does not count, since another start has the run. Its checkpoints do: that
         start, or a later one, may have gone on from them, which its own claim says."""
         alone = [] if start.nodes else [job for job in self._jobs.former if not job.nodes]
-        whole = [MemoryEpoch(job.claim, job.context.checkpoint_identities()) for job in alone if job.claim is not None]
+        whole = [
+            MemoryEpoch(job.claim, tuple(each.identity for each in job.context.checkpoints.values()))
+            for job in alone
+            if job.claim is not None
+        ]
         refused = self._context.store.claims.refusal_reasons
         known = [*whole, *start.inventory.epochs_in_memory()]
         return [replace(each, claim=None) if each.epoch in refused else each for each in known]

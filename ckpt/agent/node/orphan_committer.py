@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.replication.survey import survey
 from ckpt.agent.restore.collect import CheckpointCollector
 from ckpt.agent.runtime.coroutines import EXPECTED, run_on, spawn
-from ckpt.agent.runtime.workers import Lane, error_text, failure
+from ckpt.agent.runtime.workers import Lane, error_text, outcome
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
 from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest
@@ -43,9 +42,7 @@ if TYPE_CHECKING:
     from ckpt.agent.job.follower_job import FollowerJob
     from ckpt.agent.job.job import Job
     from ckpt.agent.net.peer_network import PeerNetwork
-    from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
     from ckpt.ipc.node_list import NodeAt
-    from ckpt.store.packs import Written
 
 log = logging.getLogger("ckpt")
 
@@ -248,26 +245,17 @@ class OrphanCommitter:
         ranks, rest = assign_writers(found.places.holders)
 
         def write(name: str, wanted: WriteRequest, cancel: threading.Event, then: OnWritten) -> None:
-            if not name:
-                self._write_own_part(checkpoint, wanted, cancel, then)
+            if name:
+                node = RemoteShare(network, name, checkpoint.identity.epoch, len(found.places.holders), ())
+                node.write_frames(wanted, then)
                 return
-            node = RemoteShare(network, name, checkpoint.identity.epoch, len(found.places.holders), ())
-            node.write_frames(wanted, then)
+            work = functools.partial(write_part, self._context.store, wanted, checkpoint.arenas, cancel=cancel)
+            self._context.workers.run(Lane.PART, work, lambda done: then(*outcome(done)))
 
         options = JobOptions(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
         server, margin_s = self._context.server, self._context.settings.heartbeat_s
         what = checkpoint, options, ranks, rest.__getitem__, write
         return DistributedWrite(*what, server.post, server.call_later, margin_s)
-
-    def _write_own_part(
-        self, checkpoint: MemoryCheckpoint, wanted: WriteRequest, cancel: threading.Event, then: OnWritten
-    ) -> None:
-        def written(done: Future[Written]) -> None:
-            then(None if failure(done) else done.result(), failure(done))
-
-        self._context.workers.run(
-            Lane.PART, lambda: write_part(self._context.store, wanted, checkpoint.arenas, cancel=cancel), written
-        )
 
 
 def _judge_now(store: StoreClient, terms: CommitTerms, identity: Identity) -> OrphanVerdict:

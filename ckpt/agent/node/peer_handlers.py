@@ -1,7 +1,5 @@
 """The handlers of messages from agents of other nodes, on a node with ranks: surveys, and jobs of several nodes.
-
-FollowerHandlers: what nodes with ranks of a job say to its coordinator, which is this agent. snapshot_handlers.py has
-what memory-only nodes handle too. Nothing here happens in a job of one node."""
+snapshot_handlers.py has what memory-only nodes handle too. Nothing here happens in a job of one node."""
 
 from __future__ import annotations
 
@@ -9,10 +7,9 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpt.agent.adaptive.alarms import Alarms
-from ckpt.agent.job.coordinator_link import answer_request
 from ckpt.agent.job.follower_job import FollowerJob
 from ckpt.agent.job.job import Job
-from ckpt.agent.node.candidate_service import CandidateService
+from ckpt.agent.net.progress import answer_request
 from ckpt.agent.node.dispatch import Route, Sender, epoch_of
 from ckpt.agent.node.inventory_lease import EPOCH_GAP_MAX
 from ckpt.agent.node.node_context import NodeContext
@@ -34,6 +31,16 @@ if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
 
 
+class RankHandler(Protocol):
+    """Handles the messages and the end of a rank's connection, here and on other nodes."""
+
+    def message(self, peer: AnyPeer, message: Message) -> None: ...
+
+    def peer_disconnected(self, peer: AnyPeer) -> None: ...
+
+    def peer_died(self, peer: AnyPeer) -> None: ...
+
+
 class PeerHandlers:
     """Main thread only."""
 
@@ -46,9 +53,11 @@ class PeerHandlers:
         orphans: OrphanCommitter,
         snapshots: SnapshotHandlers,
         alarms: Alarms,
+        ranks: RankHandler,
     ) -> None:
         self._context, self._jobs, self._memory, self._notices = context, context.jobs, memory, notices
-        self._startup, self._orphans, self._snapshots, self._alarms = startup, orphans, snapshots, alarms
+        self._startup, self._orphans, self._snapshots = startup, orphans, snapshots
+        self._alarms, self._ranks = alarms, ranks
 
     def routes(self) -> list[Route]:
         coordinator, evicting = Sender.COORDINATOR, Sender.EVICTING_COORDINATOR
@@ -69,6 +78,9 @@ class PeerHandlers:
             Route("control-word", evicting, self._on_coordinator_message),
             Route("offer-slot", evicting, self._on_coordinator_message),
             Route("make-arenas", evicting, self._on_coordinator_message),
+            Route("from-rank", Sender.FOLLOWER, self._on_rank_message),
+            Route("node-report", Sender.FOLLOWER, self._on_node_report),
+            Route("locate-candidate", Sender.FOLLOWER, self._locate_candidate),
         ]
 
     # -- starts
@@ -177,29 +189,7 @@ class PeerHandlers:
             if each.restore.session is not None:
                 each.restore.session.handle_disconnect(name)
 
-
-class RankHandler(Protocol):
-    """Handles the messages and the end of a rank's connection, here and on other nodes."""
-
-    def message(self, peer: AnyPeer, message: Message) -> None: ...
-
-    def peer_disconnected(self, peer: AnyPeer) -> None: ...
-
-    def peer_died(self, peer: AnyPeer) -> None: ...
-
-
-class FollowerHandlers:
-    """Main thread only."""
-
-    def __init__(self, context: NodeContext, candidates: CandidateService, alarms: Alarms, ranks: RankHandler) -> None:
-        self._jobs, self._candidates, self._alarms, self._ranks = context.jobs, candidates, alarms, ranks
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("from-rank", Sender.FOLLOWER, self._on_rank_message),
-            Route("node-report", Sender.FOLLOWER, self._on_node_report),
-            Route("locate-candidate", Sender.FOLLOWER, self._locate_candidate),
-        ]
+    # -- the other nodes of a job that is coordinated here
 
     def _job_of(self, channel: Channel, fields: dict[str, Any]) -> tuple[Job, RemoteShare]:
         job = self._jobs.job_of(epoch_of(fields))
@@ -236,4 +226,4 @@ class FollowerHandlers:
                 job.notices.handle(word, when, channel.peer)
 
     def _locate_candidate(self, channel: Channel, message: Message) -> None:
-        self._candidates.send_places(self._job_of(channel, message.fields)[0], channel, message)
+        self._startup.candidates.send_places(self._job_of(channel, message.fields)[0], channel, message)

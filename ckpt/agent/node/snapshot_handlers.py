@@ -13,8 +13,7 @@ import numpy as np
 
 from ckpt.agent.commit.distributed_write import write_part
 from ckpt.agent.commit.job_options import options_from
-from ckpt.agent.job.coordinator_link import answer_request
-from ckpt.agent.net.progress import Progress, ProgressReport
+from ckpt.agent.net.progress import LongRequest, Progress, answer_request
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.dispatch import Permissions, Route, Sender, epoch_of
 from ckpt.agent.node.node_context import NodeContext
@@ -73,11 +72,8 @@ class SnapshotHandlers:
         arenas = self._memory.require_arenas(identity, ranks, hashed)
 
         def read(done: Future[bytes]) -> None:
-            if error := failure(done):
-                channel.refuse(request_id, AgentError(error))
-            else:
-                sizes = [[rank, arena.size_bytes] for rank, arena in arenas.items()]
-                channel.reply(request_id, {"sizes": sizes}, [done.result()])
+            sizes, error = [[rank, arena.size_bytes] for rank, arena in arenas.items()], failure(done)
+            answer_request(channel, request_id, {"sizes": sizes}, error, [] if error else [done.result()])
 
         self._context.workers.run(Lane.FRONT, lambda: encode_local_parts(identity, world, arenas, sealed), read)
 
@@ -106,20 +102,18 @@ class SnapshotHandlers:
 
     def serve_request(self, channel: Channel, message: Message) -> None:
         """A peer asks for this node's work on replicas; see ReplicaService."""
-        request_id, replicas = int(message.fields["id"]), self._memory.replicas
-        moving = ProgressReport(channel, request_id, replicas.progress, self._context.server.call_later)
+        request = LongRequest(channel, message, self._memory.replicas.progress, self._context.server.call_later)
 
         def done(blobs: list[bytes], error: str) -> None:
-            moving.end()
             if message.kind == "replicate":
                 error = error or self._late_refusal(channel.peer, message.fields)
-            answer_request(channel, request_id, {}, error, blobs)
+            request.answer({}, error, blobs)
 
         try:
             fields = {**message.fields, "reader": _reader_name(channel, message.fields)}
             self._memory.replica_service.serve_request(fields, message.blobs, done)
         except BaseException:
-            moving.end()  # the request is refused
+            request.end()  # it is refused
             raise
 
     def _late_refusal(self, name: str, fields: dict[str, Any]) -> str:
@@ -148,23 +142,19 @@ class SnapshotHandlers:
     def _write_frames(self, channel: Channel, message: Message) -> None:
         """Writes this node's part of a commit that another node makes. The snapshots are leased meanwhile."""
         fields, replicas, store = message.fields, self._memory.replicas, self._context.store
-        request_id, identity = int(fields["id"]), Identity.parse(str(fields["identity"]))
+        identity = Identity.parse(str(fields["identity"]))
         options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
         wanted = WriteRequest.decode(identity, message.blobs[0], options.codec, options.limits.bandwidth)
         arenas = self._memory.require_arenas(identity, np.unique(wanted.ranks).tolist())
-
-        moving = ProgressReport(channel, request_id, self._write_progress, self._context.server.call_later)
+        request = LongRequest(channel, message, self._write_progress, self._context.server.call_later)
         under_way = channel.peer, identity, threading.Event()
 
         def written(done: Future[Written]) -> None:
-            moving.end()
             self._writes.remove(under_way)
             replicas.arenas.release(identity)
-            if error := failure(done):
-                channel.refuse(request_id, AgentError(error))
-            else:
-                packs: bytes = msgpack.packb(done.result().packs)
-                channel.reply(request_id, {}, [done.result().places.tobytes(), packs])
+            error = failure(done)
+            blobs = [] if error else [done.result().places.tobytes(), msgpack.packb(done.result().packs)]
+            request.answer({}, error, blobs)
 
         # Leased, since a newer checkpoint may be replicated meanwhile and evict this one.
         replicas.arenas.lease(identity)

@@ -19,12 +19,11 @@ from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.startup_state import Start
 from ckpt.agent.replication.survey import survey
-from ckpt.agent.runtime.coroutines import Promise, gather, work_on
+from ckpt.agent.runtime.coroutines import gather, work_on
 from ckpt.agent.runtime.workers import Lane
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import AgentError, CkptError, StorageError
 from ckpt.ipc.addresses import Address
-from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from ckpt.types import OWN_NODE, Epoch
 
@@ -82,15 +81,8 @@ class StartSurvey:
 
     async def _survey_memory_nodes(self, start: Start) -> None:
         """Surveys the memory-only nodes. The start does without those that do not answer."""
-        addresses = start.memory_node_addresses
-        answers = {address: Promise[Message | None]() for address in addresses}
-
-        def answered(address: Address, answer: Message | None, error: str) -> None:
-            answers[address].set_result(answer)
-
-        self._memory_nodes.survey_nodes(addresses, start.launch, start.take_over, answered)
-        for address, promise in answers.items():
-            answer = await promise
+        found = self._memory_nodes.survey_nodes(start.memory_node_addresses, start.launch, start.take_over)
+        for address, answer in await found:
             try:
                 if answer is not None:
                     start.inventory.merge(Inventory.unpack(answer.blobs[0]), str(answer.fields["name"]))

@@ -13,12 +13,8 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from ckpt.agent.runtime.connections import ServerSocket, create_server
-
-if TYPE_CHECKING:
-    from ckpt.agent.runtime.event_loop import EventLoop
+from ckpt.agent.runtime.connections import Loop, ServerSocket, create_server
 
 log = logging.getLogger("ckpt")
 
@@ -32,16 +28,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class MetricsHttp:
     """Owns the listening socket and the connections. `page` makes the body. `address`: HOST:PORT, as bound."""
 
-    def __init__(self, server: EventLoop, host: str, port: int, page: Callable[[], bytes]) -> None:
+    def __init__(self, loop: Loop, host: str, port: int, page: Callable[[], bytes]) -> None:
         """`host`: a literal address; `port` 0: any free port. Errors: OSError."""
-        self.loop = server
+        self.loop = loop
         self._make_page = page
         self._cached_page: tuple[float, bytes] | None = None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = create_server(family, (host, port))
         bound = int(sock.getsockname()[1])
         self.address = f"[{host}]:{bound}" if family == socket.AF_INET6 else f"{host}:{bound}"
-        self.listener = ServerSocket(server, sock, self._on_connection)
+        self.listener = ServerSocket(loop, sock, self._on_connection)
 
     def close(self) -> None:
         self.listener.close()

@@ -90,23 +90,13 @@ class Peer:
         if not self.is_open or self.is_remote_closed:
             return
         packet = messages.pack(fields, list(fds), blobs)
-        if not self.outbox:
-            try:
-                packet.send(self.sock)
-            except BlockingIOError:
-                pass  # no room: queued below
-            except ConnectionError:
-                packet.close()
-                self._mark_remote_closed()
-                return
-            except OSError:
-                packet.close()
-                self.loop.disconnect_peer(self)
-                return
-            else:
-                packet.close()
-                return
+        self.outbox.append(packet)
+        if len(self.outbox) == 1:
+            self.flush()
+        if not self.outbox or self.outbox[-1] is not packet:
+            return  # sent, or dropped with the connection
         # The caller may close its descriptors before the socket has room.
+        self.outbox.pop()
         copies = [os.dup(fd) for fd in packet.fds]
         packet.close()
         self.outbox.append(messages.Packet(packet.data, copies, list(copies)))

@@ -12,6 +12,7 @@ fewer:
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ LARGE_PARTS = 10  # of the machine's memory
 WINDOW_BYTES = 256 << 20  # buffer for frames on their way from the store to the trainers
 COMMIT_BYTES = 256 << 20  # packs being encoded and put
 SPARE_PARTS = 16  # one part in so many of the machine's free memory stays untouched
+NODES_SHOWN = 64  # in the memory table: the fullest; the other nodes are only counted
 
 _NUMBERS = ("slots", "wanted", "slot_bytes", "kept_bytes", "commit_bytes", "allowed_bytes", "reserve_bytes")
 
@@ -136,6 +138,43 @@ def restore_budget_bytes(plan: MemoryPlan, limit_bytes: int | None, free_bytes: 
     if limit_bytes is not None:
         room = min(room, limit_bytes - plan.slots * plan.slot_bytes - plan.kept_bytes - WINDOW_BYTES)
     return max(0, room)
+
+
+def make_table(plans: Mapping[str, MemoryPlan], slots: int, peers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The memory table of a job: what it takes on each node, in bytes. One row per node:
+    - `slots`: the local ranks' own arenas.
+    - `kept`: checkpoints of earlier starts, until a newer one is complete.
+    - `copies`: replicas or parity kept for other nodes, of two generations.
+    - `buffers`: scratch memory for parity, and the larger of the commit buffers and the restore window.
+    - `sends`, `receives`: network traffic for each checkpoint.
+
+    `plans`: each node's plan by its name, the coordinator's first. `slots`: the number that all nodes use. `peers`:
+    what ReplicationManager.placement_fields returns; None: no replication."""
+    loads = {row["node"]: row for row in peers["nodes"]} if peers is not None else {}
+    scratch_bytes = peers.get("scratch_bytes", 0) if peers is not None else 0
+    rows = [_row(name, plan, slots, loads.get(name, {}), scratch_bytes) for name, plan in plans.items()]
+    first = rows[:1]  # the coordinator
+    fullest = sorted(rows[1:], key=lambda row: row["allowed_bytes"] - row["total_bytes"])[: NODES_SHOWN - 1]
+    return {"nodes": first + fullest, "nodes_left_out": len(rows) - len(first) - len(fullest)}
+
+
+def _row(name: str, plan: MemoryPlan, slots: int, load: Mapping[str, int], scratch_bytes: int) -> dict[str, Any]:
+    copies_bytes = load.get("keeps_bytes", 0)
+    work_bytes = max(plan.commit_bytes, min(WINDOW_BYTES, plan.slot_bytes))
+    buffers_bytes = work_bytes + (scratch_bytes if copies_bytes else 0)
+    slots_bytes = slots * plan.slot_bytes
+    return {
+        "node": name,
+        "slots_bytes": slots_bytes,
+        "kept_bytes": plan.kept_bytes,
+        "copies_bytes": copies_bytes,
+        "buffers_bytes": buffers_bytes,
+        "total_bytes": slots_bytes + plan.kept_bytes + copies_bytes + buffers_bytes,
+        "allowed_bytes": plan.allowed_bytes,
+        "bound": plan.bound,
+        "sends_bytes": load.get("sends_bytes", 0),
+        "receives_bytes": load.get("receives_bytes", 0),
+    }
 
 
 def parse_plan(told: Any) -> MemoryPlan:

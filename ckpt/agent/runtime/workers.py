@@ -61,8 +61,10 @@ class Workers:
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post
-        self._local = threading.local()
-        self._lanes = {lane: Tasks(f"agent-{lane.value}", pool_size=threads) for lane, threads in _THREADS.items()}
+        self._lanes = {
+            lane: Tasks(f"agent-{lane.value}", threads, None if lane in _NORMAL_LANES else lower_thread_priority)
+            for lane, threads in _THREADS.items()
+        }
         # The free bytes before each arena began to close.
         self._closing_arenas: dict[Arena, int] = {}
 
@@ -71,7 +73,7 @@ class Workers:
         the future holds the error."""
         future: Future[T]
         try:
-            future = self._lanes[lane].submit(self._run_at_priority, lane, work)
+            future = self._lanes[lane].submit(work)
         except CkptError as exc:
             future = Future()
             future.set_exception(exc)
@@ -116,12 +118,6 @@ class Workers:
         for arena in self._closing_arenas:
             arena.close()
 
-    def _run_at_priority(self, lane: Lane, work: Callable[[], T]) -> T:
-        if lane not in _NORMAL_LANES and not getattr(self._local, "nice", False):
-            lower_thread_priority()
-            self._local.nice = True
-        return work()
-
 
 def lower_thread_priority() -> None:
     """Gives the calling thread the lowest priority. Threads that it starts inherit it."""
@@ -131,6 +127,12 @@ def lower_thread_priority() -> None:
 def failure(done: Future[T]) -> str:
     """The error text of a settled future, fit for a message; "" if it succeeded."""
     return error_text(done.exception())
+
+
+def outcome(done: Future[T]) -> tuple[T | None, str]:
+    """The result of a settled future and "", or None and the error text."""
+    error = failure(done)
+    return (None, error) if error else (done.result(), "")
 
 
 def error_text(error: BaseException | None) -> str:

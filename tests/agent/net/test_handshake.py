@@ -3,6 +3,10 @@ sent back afterwards does not open. The adversary works byte by byte."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
+
 import pytest
 
 from ckpt.agent.net import handshake
@@ -21,14 +25,13 @@ def answerer(secret: bytes = SECRET, me: str = "node-b") -> Answerer:
     return Answerer({RUN: secret}.get, me)
 
 
-def greet(one: Dialler, other: Answerer, at: int = -1, changed: bytes | None = None) -> list[bytes]:
-    """All four messages as they arrived; message number `at` arrives as `changed`. Errors: NotAuthentic."""
-    seen = [one.hello if at != 0 else changed]
-    for number in range(1, 4):
-        side = other if number % 2 else one
-        made = side.step(seen[-1])
-        seen.append(changed if at == number else made)
-    assert one.step(seen[-1]) == b""
+def greet(one: Dialler, other: Answerer, at: int = -1, change: Callable[[bytes], bytes] = bytes) -> list[bytes]:
+    """All four messages as they arrived; `change` is what happens to message number `at`. Errors: NotAuthentic."""
+    seen, message = list[bytes](), one.hello
+    for number in range(4):
+        seen.append(change(message) if number == at else message)
+        message = (one if number % 2 else other).step(seen[-1])
+    assert message == b""
     return seen
 
 
@@ -88,19 +91,13 @@ def test_any_byte_that_is_changed_in_the_handshake_ends_it() -> None:
             for flip in (0x01, 0x80):
                 one, other = dialler(about="x"), answerer()
                 with pytest.raises(NotAuthentic):
-                    _with_change(one, other, at, place, flip)
+                    greet(one, other, at, partial(flipped, place=place, flip=flip))
                 assert one.session is None
                 assert other.session is None or at == 3, "the listener has sent its last message by then"
 
 
-def _with_change(one: Dialler, other: Answerer, at: int, place: int, flip: int) -> None:
-    message = one.hello
-    for number in range(4):
-        if number == at:
-            data = bytearray(message)
-            data[place] ^= flip
-            message = bytes(data)
-        message = (one if number % 2 else other).step(message)
+def flipped(message: bytes, place: int, flip: int) -> bytes:
+    return message[:place] + bytes([message[place] ^ flip]) + message[place + 1 :]
 
 
 def test_a_message_of_the_handshake_that_is_cut_or_longer_ends_it() -> None:
@@ -109,18 +106,10 @@ def test_a_message_of_the_handshake_that_is_cut_or_longer_ends_it() -> None:
         for kept in range(length):
             one, other = dialler(), answerer()
             with pytest.raises(NotAuthentic):
-                _with_cut(one, other, at, kept)
+                greet(one, other, at, itemgetter(slice(kept)))
             assert one.session is None
         with pytest.raises(NotAuthentic):
-            _with_cut(dialler(), answerer(), at, None)
-
-
-def _with_cut(one: Dialler, other: Answerer, at: int, kept: int | None) -> None:
-    message = one.hello
-    for number in range(4):
-        if number == at:
-            message = message[:kept] if kept is not None else message + b"\0"
-        message = (one if number % 2 else other).step(message)
+            greet(dialler(), answerer(), at, lambda message: message + b"\0")
 
 
 def test_another_secret_or_run_gets_nothing() -> None:

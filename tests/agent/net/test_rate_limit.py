@@ -40,20 +40,6 @@ def test_a_busy_flow_gets_all_of_the_rate() -> None:
     assert clock.now_s() == pytest.approx(10.0, abs=2 * BURST_S)
 
 
-def test_several_share_one_rate() -> None:
-    bucket = Bucket(RATE, ManualClock())
-    waits = [bucket.reserve_bytes(100_000) for _ in range(5)]
-    assert waits == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
-
-
-def test_what_was_not_used_is_not_saved_up() -> None:
-    clock = ManualClock()
-    bucket = Bucket(RATE, clock)
-    clock.sleep_s(1000)
-    bucket.reserve_bytes(int(RATE))
-    assert bucket.reserve_bytes(1) == pytest.approx(1 - BURST_S)
-
-
 def test_no_limit_never_waits_and_a_limit_can_be_set_later() -> None:
     clock = ManualClock()
     bucket = Bucket(None, clock)

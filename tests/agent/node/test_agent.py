@@ -19,17 +19,16 @@ import psutil
 import pytest
 import xxhash
 
-from ckpt.errors import AgentError, CkptError, NewerFormat, NoCheckpoint, SaveFailed, Superseded, UsageError
+from ckpt.errors import AgentError, CkptError, NewerFormat, SaveFailed, Superseded
 from ckpt.format.columns import HASH_BYTES
 from ckpt.ipc import client, messages
-from ckpt.ipc.control_page import WordKind
 from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
 from ckpt.threads import Tasks
 from ckpt.types import Epoch, Identity, Version
-from tests.agent.fake import OPTIONS, FakeRank, full
+from tests.agent.fake import OPTIONS, FakeRank
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -136,6 +135,15 @@ def wait_gone(pid: int, timeout_s: float = 60) -> None:
         os.close(pidfd)
 
 
+def end_agent(job: Sequence[FakeRank]) -> int:
+    """The ranks, which have left, are gone: until the agent has ended. Its process id."""
+    agent: int = job[0].connection.agent_pid
+    for rank in job:
+        rank.connection.close()
+    wait_gone(agent)
+    return agent
+
+
 def test_ranks_that_come_at_once_start_one_agent_for_each_url_and_it_has_no_torch(url: str) -> None:
     urls = [url, canonical(f"{url}-other")]
 
@@ -177,64 +185,11 @@ def test_a_job_saves_commits_leaves_and_the_agent_leaves_nothing(
     left = finish(job)
     last = job[0].step
     assert {answer["committed"] for answer in left} == {str(Version(last, 1))}
-    agent = job[0].connection.agent_pid
-    for rank in job:
-        rank.connection.close()
-    wait_gone(agent)
+    end_agent(job)
     assert list(runtime_dir.iterdir()) == []
     assert committed_steps(url)[-1] == last
     closed = [path.name for path in Path(url, "closed").iterdir()]
     assert closed == [decision.fields["epoch"]]
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 2), (1, 4)])
-def test_a_restart_on_another_number_of_ranks_restores_from_the_store(
-    before: int, after: int, url: str, ranks: Callable[..., list[FakeRank]]
-) -> None:
-    job = ranks(before)
-    start(job)
-    train(job, 7)
-    finish(job)
-    agent = job[0].connection.agent_pid
-    for rank in job:
-        rank.connection.close()
-    wait_gone(agent)
-    again = ranks(after, "another launch")
-    decision = start(again)
-    assert decision.fields["candidate"]["level"] == "store"
-    for rank in again:
-        rank.check(7)
-        assert set(rank.fetched) == {"store"}
-    finish(again)
-
-
-def test_frames_wanted_by_several_ranks_are_read_once(url: str, ranks: Callable[..., list[FakeRank]]) -> None:
-    """Seen by the bytes that the agent has read: the whole state once, not once for each rank. A rank that is late by a
-    second is not waited for: then it is tried again."""
-    job = ranks(1)
-    start(job)
-    train(job, 3)
-
-    def read_bytes() -> int:
-        """By four ranks that start where these ones have ended."""
-        finish(job)
-        agent = job[0].connection.agent_pid
-        for rank in job:
-            rank.connection.close()
-        wait_gone(agent)
-        job[:] = ranks(4)
-        decision = job[0].begin()
-        together(job, lambda rank: rank.join(decision.fields["epoch"]))
-        process = psutil.Process(job[0].connection.agent_pid)
-        before = process.io_counters().read_chars
-        restored = together(job, lambda rank: rank.restore(decision))
-        read = process.io_counters().read_chars - before
-        finish_start(job[0], restored[0])
-        return read
-
-    state_bytes = 2 * full("sharded", 0).nbytes
-    assert any(read_bytes() < 1.5 * state_bytes for _ in range(5))
-    finish(job)
 
 
 def two_starts(
@@ -294,18 +249,6 @@ def test_each_start_says_how_many_steps_it_loses_and_no_step_is_lost_twice(
     finish([rank])
 
 
-def test_a_launch_that_was_superseded_does_not_come_back_by_itself(ranks: Callable[..., list[FakeRank]]) -> None:
-    first = ranks(1, "first")
-    start(first)
-    second = ranks(1, "second")
-    start(second)
-    third = ranks(1, "first")
-    with pytest.raises(Superseded, match="take_over"):
-        third[0].begin()
-    start(third, take_over=True)
-    finish(third)
-
-
 def test_a_frame_that_is_bad_in_memory_comes_from_the_store(ranks: Callable[..., list[FakeRank]]) -> None:
     _, new, (_, last) = two_starts(ranks, 2)
     seen: set[int] = set()
@@ -360,23 +303,6 @@ def attempt(rank: FakeRank, decision: messages.Message) -> Any:
         return exc
 
 
-def test_a_start_whose_every_checkpoint_is_damaged_is_an_error_and_never_fresh(
-    url: str, ranks: Callable[..., list[FakeRank]]
-) -> None:
-    job = ranks(1)
-    start(job)
-    train(job, 3)
-    finish(job)
-    agent = job[0].connection.agent_pid
-    job[0].connection.close()
-    wait_gone(agent)
-    for record in Path(url, "commits").iterdir():
-        record.write_bytes(b"nothing that parses")
-    again = ranks(1)
-    with pytest.raises(NoCheckpoint, match=r"ckpt verify .*another URL"):
-        again[0].begin()
-
-
 def test_a_start_that_is_too_old_for_the_newest_checkpoint_is_an_error_and_goes_on_from_no_older_one(
     url: str, ranks: Callable[..., list[FakeRank]]
 ) -> None:
@@ -387,9 +313,7 @@ def test_a_start_that_is_too_old_for_the_newest_checkpoint_is_an_error_and_goes_
     job[0].save(Version(1, 1))
     train(job, 3)
     finish(job)
-    agent = job[0].connection.agent_pid
-    job[0].connection.close()
-    wait_gone(agent)
+    end_agent(job)
     assert committed_steps(url) == [1, 3]
     newest = max(Path(url, "commits").iterdir())
     body = bytearray(newest.read_bytes()[:-HASH_BYTES])
@@ -403,93 +327,6 @@ def test_a_start_that_is_too_old_for_the_newest_checkpoint_is_an_error_and_goes_
     third = ranks(1)
     assert start(third).fields["candidate"]["step"] == 1, "what is damaged is passed over"
     finish(third)
-
-
-def test_saves_at_different_steps_are_an_error_on_all_ranks(ranks: Callable[..., list[FakeRank]]) -> None:
-    job = ranks(2)
-    start(job)
-
-    def save(rank: FakeRank) -> str:
-        rank.train(2)
-        with pytest.raises(UsageError) as caught:
-            rank.save(Version(1, 1 + rank.rank))
-        return str(caught.value)
-
-    assert all("rank 1" in text for text in together(job, save))
-    finish(job)
-
-
-def test_explicit_saves_are_all_committed(url: str, ranks: Callable[..., list[FakeRank]]) -> None:
-    job = ranks(2)
-    start(job)
-    for step in range(1, 6):
-        together(job, one_step)
-        if step != 5:
-            together(job, lambda rank: rank.save(Version(rank.step, 1)))
-    assert all(job[0].wait_level(Version(step, 1), "store") for step in range(1, 5))
-    finish(job)
-    assert set(committed_steps(url)) >= {1, 2, 3, 4}
-
-
-def test_a_layout_that_changes_on_one_rank_loses_nothing(url: str, ranks: Callable[..., list[FakeRank]]) -> None:
-    job = ranks(2)
-    start(job)
-    checkpoint(job)
-    division = job[0].plan.declaration.division
-    job[1].relayout(1 << 20)  # larger than its arenas
-    job[1].wait_warm()
-    wait_for(lambda: job[0].plan.declaration.division != division)
-    job[0].wait_warm()
-    together(job, lambda rank: rank.save(Version(rank.step, 1)))
-    assert job[0].wait_level(Version(job[0].step, 1), "store")
-    step = checkpoint(job)
-    finish(job)
-    new = ranks(2)
-    start(new)
-    for rank in new:
-        rank.check(step)
-    finish(new)
-
-
-def test_a_notice_makes_all_ranks_hold_and_leave_at_one_step(url: str, ranks: Callable[..., list[FakeRank]]) -> None:
-    job = ranks(4, options={**OPTIONS, "policy": {"steps": 1000, "seconds": None}})
-    start(job)
-    with Tasks("tool") as tasks:
-        sock = client.connect(url, read_settings())
-        tool = client.Connection(sock, tasks, lambda message: message.close(), lambda *_: None, role="tool")
-        tool.request("preempt", {"deadline_s": 60.0, "source": "test"})
-        left: list[bool] = []
-        while not any(left):
-            step = job[0].await_word(WordKind.HOLD)
-            train(job, step - 1)
-            left = together(job, one_step)
-            assert len(set(left)) == 1, "some leave and some go on"
-        assert tool.status()["job"]["slots"]
-        tool.close()
-    answers = together(job, lambda rank: rank.leave())
-    assert {answer["committed"] for answer in answers} == {str(Version(job[0].step))}
-    assert committed_steps(url) == [job[0].step]
-
-
-def test_a_message_that_does_not_parse_closes_its_connection_and_no_other(
-    url: str, ranks: Callable[..., list[FakeRank]]
-) -> None:
-    job = ranks(1)
-    start(job)
-    for packet in (
-        b"no msgpack",
-        b"\x81\xa1t\xa4join",
-        messages.pack({"t": "join"}).data,
-        messages.pack({"t": "save"}).data,
-    ):
-        sock = client.connect(url, read_settings())
-        sock.send(packet)
-        sock.settimeout(30)
-        answer = sock.recv(1 << 16)
-        assert answer == b"" or b"error" in answer
-        sock.close()
-    checkpoint(job)
-    finish(job)
 
 
 class Process:
@@ -552,39 +389,6 @@ def start_processes(url: str, world: int) -> tuple[list[Process], dict[str, Any]
     return job, first.hear()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_job_is_restored_from_memory_and_its_newest_checkpoint_committed(
-    victim: int, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CKPT_LINGER_S", "60")
-    job, said = start_processes(url, 2)
-    assert said["restored"] is None
-    last = train_processes(job)
-    last = train_processes(job)
-    for _ in range(2):
-        step_processes(job)
-    job[victim].tell(do="die")
-    job[victim].process.wait(60)
-    job[1 - victim].process.send_signal(signal.SIGKILL)
-    for process in job:
-        process.end()
-    monkeypatch.setenv("CKPT_LINGER_S", "0")
-    again = FakeRank(url, 0, 1)
-    again.connect()
-    try:
-        decision = start([again])
-        assert decision.fields["candidate"]["step"] == last
-        assert decision.fields["candidate"]["level"] == "local"
-        again.check(last)
-        assert decision.fields["steps_lost"] == 1  # and the second was under way, as far as the ranks had said
-        finish([again])
-        agent = again.connection.agent_pid
-    finally:
-        again.close()
-    wait_gone(agent)  # it may linger for a minute after a crash, but not after a clean end
-    assert last in committed_steps(url)
-
-
 def test_a_killed_job_without_a_successor_is_committed_and_the_agent_ends(url: str, runtime_dir: Path) -> None:
     job, _ = start_processes(url, 1)
     last = train_processes(job)
@@ -641,10 +445,7 @@ def test_an_agent_that_is_killed_is_started_again_and_takes_over_the_arenas(
     assert newer > step
     finish(job)
     assert newer in committed_steps(url)
-    agent = job[0].connection.agent_pid
-    for rank in job:
-        rank.connection.close()
-    wait_gone(agent)
+    end_agent(job)
 
 
 def reconnect(rank: FakeRank) -> None:
@@ -655,42 +456,6 @@ def reconnect(rank: FakeRank) -> None:
             return rank.connect()
         except AgentError:
             assert time.monotonic() < deadline
-
-
-def test_a_connection_that_breaks_is_joined_again_without_harm(ranks: Callable[..., list[FakeRank]]) -> None:
-    job = ranks(2)
-    start(job)
-    checkpoint(job)
-    job[1].disconnect()
-    job[1].connect()
-    job[1].join(job[1].epoch, resume=True)
-    job[1].wait_warm()
-    checkpoint(job)
-    finish(job)
-
-
-def test_a_store_that_fails_never_fails_training_and_never_looks_like_success(
-    url: str, ranks: Callable[..., list[FakeRank]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CKPT_RETRY_S", "0.1")
-    Path(url).parent.mkdir(parents=True, exist_ok=True)
-    job = ranks(1)
-    start(job)
-    job[0].wait_warm()
-    together(job, one_step)
-    blocked = Path(url, "data")
-    blocked.parent.mkdir(exist_ok=True)
-    blocked.write_text("a file where a folder should be")
-    job[0].save(Version(1, 1))
-    assert job[0].wait_level(Version(1, 1), "local")
-    assert not job[0].wait_level(Version(1, 1), "store")
-    with job[0].changed:
-        assert job[0].changed.wait_for(lambda: any(e["name"] == "commit.failed" for e in job[0].events), 30)
-    blocked.unlink()
-    train(job, 3)
-    answer = finish(job)[0]
-    assert answer["committed"] == str(Version(3, 1))
-    assert answer["error"] is None
 
 
 def test_what_may_go_is_deleted_after_a_commit_that_failed_too(url: str, ranks: Callable[..., list[FakeRank]]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import math
 import os
-import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -28,11 +27,13 @@ from ckpt.layout.division import divide
 from ckpt.layout.layout import Declaration, Layout
 from ckpt.layout.staging import stage
 from ckpt.settings import read_settings
-from ckpt.storage import canonical
 from ckpt.storage import open as open_store
 from ckpt.types import FRAME_BYTES, PATH_NAME, Epoch, Identity, Version
 from tests.agent.fake import OPTIONS, FakeRank
+from tests.agent.node import test_agent
+from tests.agent.node.test_agent import checkpoint, finish, start, wait_gone
 
+url = test_agent.url  # the fixture
 EMPTY = Layout(())
 EPOCH = Epoch(50, "0123456789abcdef")
 INF = math.inf
@@ -50,11 +51,6 @@ JOIN = {
     "resume": False,
     "arenas": [],
 }
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return canonical(str(tmp_path / "store"))
 
 
 @pytest.fixture
@@ -108,27 +104,15 @@ def attack(url: str) -> Iterator[Callable[..., Attacker]]:
         each.close()
 
 
-def enter(rank: FakeRank) -> None:
-    """The whole entry of a job of one rank."""
-    decision = rank.begin()
-    rank.join(decision.fields["epoch"])
-    identity = rank.restore(decision)
-    rank.request("restored", {"epoch": rank.epoch, "identity": str(identity) if identity else None})
-    rank.wait_warm()
-
-
 def train_and_leave(rank: FakeRank) -> None:
     """Its next checkpoint becomes complete, and the last one is committed."""
-    step = rank.await_next()
-    while rank.step < step:
-        rank.enter(rank.step + 1)
-        rank.train(rank.step + 1)
-        rank.boundary()
-    if rank.is_due:
-        rank.save_due()
-    assert rank.wait_level(Version(step), "local")
-    rank.save(Version(rank.step, 1), "exit")
-    assert rank.leave()["error"] is None
+    checkpoint([rank])
+    assert finish([rank])[0]["error"] is None
+
+
+def kill(agent: int) -> None:
+    os.kill(agent, signal.SIGKILL)
+    wait_gone(agent)
 
 
 def come_back(rank: FakeRank, tries: int = 1200) -> None:
@@ -144,19 +128,6 @@ def come_back(rank: FakeRank, tries: int = 1200) -> None:
         else:
             return
     raise AssertionError("no agent took the rank")
-
-
-def end_agent(pid: int) -> None:
-    """Asks it to end, and waits until it has."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        assert select.select([pidfd], [], [], 60)[0], "the agent stays"
-    finally:
-        os.close(pidfd)
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -204,7 +175,7 @@ def test_a_message_with_impossible_fields_ends_its_own_connection_at_most_and_no
     rank: FakeRank, attack: Callable[..., Attacker]
 ) -> None:
     rank.connect()
-    enter(rank)
+    start([rank])
     agent = rank.connection.agent_pid
     for kind, named, fields in REFUSED:
         with pytest.raises(UsageError, match=named):
@@ -212,6 +183,11 @@ def test_a_message_with_impossible_fields_ends_its_own_connection_at_most_and_no
     for kind, fields in CLOSED:
         with pytest.raises(EOFError):
             attack().ask(kind, **fields)
+    for packet in (b"no msgpack", b"\x81\xa1t\xa4join"):
+        attacker = attack()
+        attacker.sock.send(packet)
+        with pytest.raises((EOFError, OSError)):
+            attacker.ask("status")
     assert attack("tool").ask("status")["job"]["superseded_by"] is None
     assert attack("tool").agent == agent
     assert not rank.lost.is_set()
@@ -220,7 +196,7 @@ def test_a_message_with_impossible_fields_ends_its_own_connection_at_most_and_no
 
 def test_a_rank_whose_message_is_impossible_loses_its_connection_and_may_come_back(rank: FakeRank) -> None:
     rank.connect()
-    enter(rank)
+    start([rank])
     agent = rank.connection.agent_pid
     for kind, fields in FROM_A_RANK:
         messages.send(rank.connection._sock, {"t": kind, "id": 1 << 40, **fields})
@@ -264,7 +240,7 @@ def test_an_option_that_cannot_be_is_refused_by_its_name_when_the_rank_joins(ran
 
 def test_an_arena_that_was_lost_on_its_way_is_sent_again_to_the_rank_that_comes_back(rank: FakeRank) -> None:
     rank.connect()
-    enter(rank)
+    start([rank])
     rank.connection.close()
     kept = rank.slots.pop(0)
     rank.warm.clear()
@@ -327,7 +303,7 @@ def test_an_agent_refuses_the_arena_that_it_cannot_map_and_keeps_no_descriptor_o
             os.close(fd)
     agent = attack("tool")
     assert descriptors(agent.agent) == 0
-    end_agent(agent.agent)
+    kill(agent.agent)
 
 
 SEVENTH = Identity(EPOCH, Version(7))
@@ -388,7 +364,7 @@ def test_a_job_that_the_agent_cannot_go_on_with_is_told_so_and_goes_on_with_the_
     """A rank publishes a step that no appointment has room for: the mistake is met where no message is handled."""
     rank.options = {**OPTIONS, "policy": {"steps": None, "seconds": 0.05}}
     rank.connect()
-    enter(rank)
+    start([rank])
     rank.wait_warm()  # nothing else is on its way when the event comes
     rank.enter(1 << 43)
     assert rank.lost.wait(60)
@@ -428,7 +404,7 @@ def test_a_foreign_object_fails_the_start_with_its_name_and_not_the_agent(
         store.delete([key])
     finally:
         store.close()
-    enter(rank)
+    start([rank])
     assert rank.connection.agent_pid == agent
     train_and_leave(rank)
 
@@ -451,6 +427,6 @@ def test_a_relative_runtime_folder_is_the_same_for_the_agent_which_works_elsewhe
     try:
         rank.connect()
         assert sorted(each.suffix for each in (runtime_dir / "here").iterdir()) == [".lock", ".log", ".sock", ".start"]
-        end_agent(rank.connection.agent_pid)
+        kill(rank.connection.agent_pid)
     finally:
         rank.close()

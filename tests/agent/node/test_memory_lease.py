@@ -10,8 +10,7 @@ import pytest
 
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.node.dispatch import Permissions, Sender
-from ckpt.agent.node.inventory_lease import InventoryLease
-from ckpt.agent.node.memory_lease import MemoryLease
+from ckpt.agent.node.inventory_lease import InventoryLease, MemoryLease
 from ckpt.agent.node.memory_node import MemoryNode
 from ckpt.agent.node.node_jobs import NodeJobs
 from ckpt.agent.state.retention_rule import NewestStart

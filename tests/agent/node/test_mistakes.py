@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import signal
 import socket
 import threading
@@ -32,6 +31,7 @@ from ckpt.ipc import messages
 from ckpt.ipc.arena import Arena
 from ckpt.policy.save_options import Keep
 from ckpt.store.lineage import Claim
+from ckpt.threads import Tasks
 from ckpt.types import Epoch, Identity, Version
 from tests.agent.nodes.staged import close_arenas
 
@@ -154,29 +154,80 @@ def test_a_wait_longer_than_the_kernel_counts_is_none_for_the_loop(server: Event
     waker.join()
 
 
-def test_connections_that_cannot_be_accepted_wait_and_keep_nobody_busy(
-    server: EventLoop, caplog: pytest.LogCaptureFixture
-) -> None:
-    handler, limits = Idle(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    caller.connect(str(server.path))
+class Answering(Idle):
+    """Says something to the trainer that speaks first, which leaves at that moment. Keeps what it hears."""
 
-    def end() -> None:
-        handler.done = bool(server.peers)
-        server.call_later(0.05, end)
+    def __init__(self, trainer: socket.socket, closes_first: bool) -> None:
+        super().__init__()
+        self.trainer, self.closes_first = trainer, closes_first
+        self.heard: list[str] = []
+        self._end_s = time.monotonic() + 60.0
 
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # not one more
-    try:
-        server.call_later(0.3, lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
-        server.call_later(0.4, end)
-        with caplog.at_level(logging.WARNING, "ckpt"):
-            server.run(handler)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        caller.close()
-    assert [record.exc_info for record in caplog.records] == [None]
+    def message(self, peer: Peer, message: messages.Message) -> None:
+        self.heard.append(message.kind)
+        if message.kind != "first":
+            return
+        if not self.closes_first:
+            peer.send({"t": "staging-plan"})
+        messages.send(self.trainer, {"t": "leave"})
+        self.trainer.close()
+        if self.closes_first:
+            peer.send({"t": "staging-plan"})
+            peer.send({"t": "staging-plan"})
+
+    def peer_disconnected(self, peer: Peer) -> None:
+        self.done = True
+
+    def settle(self) -> float | None:
+        assert time.monotonic() < self._end_s, self.heard
+        return time.monotonic() + 0.5
+
+
+@pytest.mark.parametrize("closes_first", [True, False])
+def test_a_rank_that_leaves_and_closes_at_once_is_heard_to_leave(closes_first: bool, server: EventLoop) -> None:
+    """It is told something after it has closed, or has not read what it was told before."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as trainer:
+        trainer.connect(str(server.path))
+        messages.send(trainer, {"t": "first"})
+        handler = Answering(trainer, closes_first)
+        server.run(handler)
+    assert handler.heard == ["first", "leave"]
+    assert not server.peers
+
+
+def test_what_waits_for_room_arrives_in_order_with_its_descriptors(server: EventLoop) -> None:
+    """Whoever has sent them closes them at once."""
+    full, count = threading.Event(), 60
+
+    class Flooding(Idle):
+        def message(self, peer: Peer, message: messages.Message) -> None:
+            for number in range(count):
+                fd = os.memfd_create("some")
+                os.write(fd, bytes([number]))
+                peer.send({"t": "x", "number": number, "filling": bytes(50_000)}, [fd], [b"blob"])
+                os.close(fd)
+            assert peer.outbox
+            full.set()
+
+        def peer_disconnected(self, peer: Peer) -> None:
+            self.done = True
+
+    def listen() -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(str(server.path))
+            messages.send(sock, {"t": "first"})
+            assert full.wait(60)
+            for number in range(count):
+                message = messages.receive(sock)
+                assert message is not None
+                assert (message.fields["number"], message.blobs) == (number, [b"blob"])
+                assert os.pread(message.fds[0], 1, 0) == bytes([number])
+                message.close()
+
+    with Tasks("trainer", pool_size=1) as tasks:
+        listening = tasks.submit(listen)
+        server.run(Flooding())
+        listening.result(60)
 
 
 class Lanes:

@@ -4,22 +4,17 @@ nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt.errors import AgentError
-from ckpt.storage import canonical
 from tests.agent.fake import OPTIONS, FakeRank
+from tests.agent.node import test_agent
 from tests.agent.node.test_agent import checkpoint, committed_steps, start, together, wait_gone
 
+url = test_agent.url  # the fixture
 SLOW = {**OPTIONS, "limits": {"memory": None, "bandwidth": 500_000.0}}  # so that the next one waits for its turn
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return canonical(str(tmp_path / "store"))
 
 
 @pytest.fixture

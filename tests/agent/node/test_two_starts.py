@@ -15,20 +15,16 @@ import pytest
 
 from ckpt.ipc import messages
 from ckpt.settings import read_settings
-from ckpt.storage import canonical
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
 from ckpt.types import Identity
 from tests.agent.fake import FakeRank
-from tests.agent.node.test_agent import checkpoint, finish, start, train, wait_for, wait_gone
+from tests.agent.node import test_agent
+from tests.agent.node.test_agent import checkpoint, end_agent, finish, start, train, wait_for
 
+url = test_agent.url  # the fixture
 HEARTBEAT_S = "2"
 BEFORE = 7  # the step that both go on from
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return canonical(str(tmp_path / "store"))
 
 
 @pytest.fixture
@@ -55,14 +51,7 @@ def before(machines: Callable[..., FakeRank]) -> None:
     start(job)
     train(job, BEFORE)
     finish(job)
-    away(job[0])
-
-
-def away(rank: FakeRank) -> None:
-    """Its agent ends when nobody needs it."""
-    agent = rank.connection.agent_pid  # type: ignore[union-attr]
-    rank.connection.close()  # type: ignore[union-attr]
-    wait_gone(agent)
+    end_agent([job[0]])
 
 
 def hold(rank: FakeRank, take_over: bool = False) -> messages.Message:
@@ -103,7 +92,7 @@ def finish_and_leave(rank: FakeRank) -> None:
     """It saves, comes to its end, and closes its epoch."""
     checkpoint([rank], "store")
     finish([rank])
-    away(rank)
+    end_agent([rank])
 
 
 def overlooked(rank: FakeRank) -> int | None:
@@ -128,7 +117,7 @@ def restart_goes_on(machines: Callable[..., FakeRank], step: int) -> None:
     again = machines("c", "C")
     assert start([again]).fields["candidate"]["step"] == step
     finish([again])
-    away(again)
+    end_agent([again])
 
 
 @pytest.mark.usefixtures("before")
@@ -143,7 +132,7 @@ def test_a_start_that_was_refused_commits_nothing_once_the_other_has_ended(
     checkpoint([b])  # its commit waits while A is watched
     assert "'A'" in superseded(b)
     finish_and_leave(a)
-    away(b)
+    end_agent([b])
     assert epochs(url) == [a.epoch]
     restart_goes_on(machines, a.step)
 
@@ -167,7 +156,7 @@ def test_a_start_is_refused_where_another_has_saved_and_ended_while_it(
     told = superseded(b)
     assert "'A'" in told
     assert f"goes on from step {a.step}" in told
-    away(b)
+    end_agent([b])
     assert epochs(url) == [a.epoch]
     assert claimed(url)[-1] == a.epoch
     restart_goes_on(machines, a.step)
@@ -186,7 +175,7 @@ def test_a_start_that_takes_over_goes_on_and_says_what_it_has_passed_over(
     checkpoint([b], "store")
     assert "'B'" in superseded_at_next_save(a)
     finish_and_leave(b)
-    away(a)
+    end_agent([a])
     restart_goes_on(machines, b.step)
 
 

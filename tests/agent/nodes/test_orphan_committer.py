@@ -193,7 +193,7 @@ def test_nobody_is_asked_once_the_attempt_is_over() -> None:
         channel=lambda name: None,
     )
     nodes = [NodeAt(name, (), ()) for name in "abcd"]
-    attempt = SimpleNamespace(network=network, inventory=Inventory(), job=SimpleNamespace(nodes=nodes))
+    attempt = SimpleNamespace(network=network, inventory=Inventory(), job=SimpleNamespace(nodes=nodes, epoch="e"))
     orphans = OrphanCommitter(bare_context(), cast(Any, None), CommitTurns(1.0), lambda: None)
     orphans._attempt = cast(Any, attempt)
     spawn(orphans._survey_other_nodes(cast(Any, attempt)), functools.partial(orphans._guard, cast(Any, attempt)))

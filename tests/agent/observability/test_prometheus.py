@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,9 @@ import pytest
 
 from ckpt.agent.observability import metrics_http, prometheus
 from ckpt.agent.observability.metrics_http import CONNECTIONS_MAX, REQUEST_MAX, MetricsHttp
-from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.agent.state.accounting import Accounting, Phase
-from ckpt.threads import Tasks
 from ckpt.types import Epoch, Version
+from tests.agent.net.loop import TurnedLoop
 
 ROOT = Path(__file__).parents[3]
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
@@ -144,79 +140,64 @@ def test_the_guide_lists_each_metric_and_no_other() -> None:
 # -- over HTTP
 
 
-class Handler:
-    """An agent's loop that serves nothing else, until it is told to end."""
+class Served:
+    """The server on a loop that the test turns. `body`: of its page. `pages`: how many were made."""
 
     def __init__(self) -> None:
-        self.over = False
-
-    def settle(self) -> float | None:
-        return None
-
-    def can_exit(self) -> bool:
-        return self.over
-
-
-class Served:
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str = "127.0.0.1") -> None:
-        monkeypatch.setattr("signal.signal", lambda *_: None)  # the loop runs beside the main thread here
-        self.server = EventLoop(tmp_path / "socket")
-        self.pages = 0
-        self.body = b"ckpt_x 1\n"
-        self.scrape = MetricsHttp(self.server, host, 0, self.page)
-        host, port = self.scrape.address.rsplit(":", 1)
-        self.at = (host.strip("[]"), int(port))
+        self.loop = TurnedLoop()
+        self.pages, self.body = 0, b"ckpt_x 1\n"
+        self.scrape = MetricsHttp(self.loop, "127.0.0.1", 0, self.page)
 
     def page(self) -> bytes:
         self.pages += 1
         return self.body
 
-    def say(self, request: bytes, timeout_s: float = 30.0) -> bytes:
+    def connect(self, request: bytes = b"") -> socket.socket:
+        host, port = self.scrape.address.split(":")
+        sock = socket.create_connection((host, int(port)), 30)
+        sock.sendall(request)
+        sock.setblocking(False)
+        return sock
+
+    def read_all(self, sock: socket.socket) -> bytes:
         """All that is answered until the connection is closed."""
-        with socket.create_connection(self.at, timeout_s) as sock:
-            sock.sendall(request)
-            return read_all(sock)
+        found, deadline_s = b"", time.monotonic() + 30
+        with sock, contextlib.suppress(ConnectionResetError):
+            while time.monotonic() < deadline_s:
+                self.loop.turn(0.001)
+                with contextlib.suppress(BlockingIOError):
+                    part = sock.recv(65536)
+                    if not part:
+                        return found
+                    found += part
+            raise AssertionError("the connection stays")
+        return found
 
-
-def read_all(sock: socket.socket) -> bytes:
-    found = b""
-    with contextlib.suppress(ConnectionResetError):
-        while part := sock.recv(65536):
-            found += part
-    return found
+    def say(self, request: bytes) -> bytes:
+        return self.read_all(self.connect(request))
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    made, handler = Served(tmp_path, monkeypatch), Handler()
-    with Tasks("loop") as tasks:
-        tasks.start("serve", lambda: made.server.run(handler))  # type: ignore[arg-type]
-        try:
-            yield made
-        finally:
-
-            def end() -> None:
-                made.scrape.close()
-                handler.over = True
-
-            made.server.post(end)
-    made.server.close()
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.scrape.close()
+    assert made.loop.watched() == 0
+    made.loop.close()
 
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-def test_a_scraper_gets_the_page(served: Served) -> None:
-    with urllib.request.urlopen(f"http://{served.scrape.address}/metrics", timeout=30) as answer:
-        assert answer.status == 200
-        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-        assert answer.read() == served.body
-
-
-def test_the_page_is_not_made_more_often_than_it_changes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scraper_gets_the_page_which_is_not_made_more_often_than_it_changes(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metrics_http, "PAGE_S", 3600.0)
     for _ in range(20):
-        assert served.say(GET).endswith(served.body)
+        head, _, body = served.say(GET).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n" in head
+        assert body == served.body
     assert served.pages == 1
 
 
@@ -252,50 +233,44 @@ def test_who_connects_and_says_nothing_or_half_is_let_go_and_others_are_served_m
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.2)
-    with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(served.at, 30)) for _ in range(4)]
-        silent[1].sendall(GET[:10])
-        assert served.say(GET).endswith(served.body)
-        assert [read_all(each) for each in silent] == [b""] * 4  # closed by the other end
+    silent = [served.connect(GET[:10] if number == 1 else b"") for number in range(4)]
+    assert served.say(GET).endswith(served.body)
+    assert [served.read_all(each) for each in silent] == [b""] * 4  # closed by the other end
     assert served.say(GET).endswith(served.body)
 
 
 def test_a_crowd_that_holds_its_connections_keeps_nobody_out(served: Served) -> None:
-    with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(socket.create_connection(served.at, 30)) for _ in range(3 * CONNECTIONS_MAX)]
-        assert served.say(GET).endswith(served.body)
-        assert len(served.scrape.listener.guests) <= CONNECTIONS_MAX
-        assert read_all(crowd[0]) == b""  # the oldest made room
+    crowd = [served.connect() for _ in range(3 * CONNECTIONS_MAX)]
+    served.loop.turn()
+    assert len(served.scrape.listener.guests) == CONNECTIONS_MAX
+    assert served.say(GET).endswith(served.body)
+    assert served.read_all(crowd.pop(0)) == b""  # the oldest made room
+    for each in crowd:
+        each.close()
 
 
 def test_who_asks_and_does_not_read_holds_nobody_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.2)
     served.body = b"x" * (64 << 20)  # more than any socket buffer takes
-    with socket.create_connection(served.at, 30) as lazy:
-        lazy.sendall(GET)
-        deadline = time.monotonic() + 30
-        while served.scrape.listener.guests or not served.pages:
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.01)
-        assert len(read_all(lazy)) < len(served.body)
+    lazy = served.connect(GET)
+    served.loop.until(lambda: served.pages and not served.scrape.listener.guests)
+    assert len(served.read_all(lazy)) < len(served.body)
 
 
 def test_who_hangs_up_at_once_is_no_trouble(served: Served) -> None:
     for _ in range(50):
-        with socket.create_connection(served.at, 30) as sock:
+        with served.connect() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # a reset, not an end
-            sock.sendall(GET)
+            sock.send(GET)
     assert served.say(GET).endswith(served.body)
 
 
 def test_a_page_that_cannot_be_made_closes_the_connection_and_nothing_else(
     served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_http, "CONNECTION_S", 3600.0)
+    monkeypatch.setattr(metrics_http, "PAGE_S", 0.0)
     served.body = None  # type: ignore[assignment]
     assert served.say(GET) == b""
     assert "could not be shown" in caplog.text
     served.body = b"again\n"
-    deadline = time.monotonic() + 30
-    while not served.say(GET).endswith(b"again\n"):
-        assert time.monotonic() < deadline
+    assert served.say(GET).endswith(b"again\n")

@@ -21,6 +21,7 @@ from tests.agent.fake import FakeRank
 from tests.agent.node import test_agent
 from tests.agent.node.test_agent import (
     checkpoint,
+    end_agent,
     finish,
     start,
     start_processes,
@@ -97,10 +98,7 @@ def test_a_job_that_saves_is_seen_by_a_scraper_and_in_its_events(
     began = {page["process_start_time_seconds"][()] for page in pages}
     assert len(began) == 1, "an alarm for restarts looks for a change"
     finish(job)
-    agent = job[0].connection.agent_pid
-    for rank in job:
-        rank.connection.close()
-    wait_gone(agent)
+    agent = end_agent(job)
     events = events_in(measured)
     assert {each["by"] for each in events} == {"agent"}
     assert {each["pid"] for each in events} == {agent}
@@ -211,14 +209,3 @@ def test_a_stranger_at_the_port_does_not_keep_the_agent_from_ending(
         agent = job[0].connection.agent_pid
         job[0].connection.close()
         wait_gone(agent)
-
-
-def test_an_agent_that_shows_its_metrics_is_still_small(url: str, ranks: Ranks, measured: Path) -> None:
-    job = ranks(1)
-    start(job)
-    address = status_of(url)["metrics"]
-    for _ in range(20):
-        scraped(address)
-    memory = psutil.Process(job[0].connection.agent_pid).memory_info()
-    assert memory.rss - memory.shared < 80 << 20
-    finish(job)

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
 
 from ckpt.agent.runtime import memory_plan
 from ckpt.agent.state import memory_pressure
-from ckpt.cgroups import ControlGroup, find_control_groups
-from ckpt.ipc.arena import Arena
 
 GIB = 1 << 30
+MIB = 1 << 20
 MEMINFO = "MemTotal:       65536000 kB\nMemFree:  1000 kB\nMemAvailable:   33554432 kB\n"
 
 
-@pytest.mark.parametrize(("slot_gib", "slots"), [(1, 3), (7, 3), (10, 2), (20, 1), (31, 0)])
-def test_slots_go_one_by_one_as_the_state_grows(slot_gib: int, slots: int) -> None:
-    plan = memory_plan.make_plan(slot_gib * GIB, 0, 0, None, 32 * GIB)
-    assert plan.slots == slots
+@pytest.mark.parametrize(
+    ("total_gib", "slot_gib", "slots", "wanted"),
+    [
+        *((None, 1, 3, 3), (None, 7, 3, 3), (None, 10, 2, 3), (None, 20, 1, 3), (None, 31, 0, 3)),
+        # A slot above a tenth of the machine's memory.
+        *((64, 1, 3, 3), (64, 6, 3, 3), (64, 7, 2, 2), (64, 20, 1, 2), (64, 31, 0, 2)),
+    ],
+)
+def test_slots_go_one_by_one_as_the_state_grows(total_gib: int | None, slot_gib: int, slots: int, wanted: int) -> None:
+    total = total_gib * GIB if total_gib is not None else None
+    plan = memory_plan.make_plan(slot_gib * GIB, 0, 0, None, 32 * GIB, total_bytes=total)
+    assert (plan.slots, plan.wanted) == (slots, wanted)
     assert plan.total_bytes <= plan.allowed_bytes or not plan.slots
-
-
-@pytest.mark.parametrize(("slot_gib", "slots"), [(1, 3), (6, 3), (7, 2), (20, 1), (31, 0)])
-def test_a_state_above_a_tenth_of_the_memory_has_two_slots(slot_gib: int, slots: int) -> None:
-    plan = memory_plan.make_plan(slot_gib * GIB, 0, 0, None, 32 * GIB, total_bytes=64 * GIB)
-    assert plan.slots == slots
-    assert plan.wanted == (3 if slot_gib <= 6 else 2)
-    assert (
-        memory_plan.make_plan(7 * GIB, 0, 0, None, 32 * GIB, memory_plan.SLOTS_CLOSE, total_bytes=64 * GIB).slots == 2
-    )
 
 
 def test_the_users_limit_counts_and_is_named() -> None:
@@ -59,21 +55,6 @@ def test_what_a_machine_keeps_free_for_others_is_left_by_copies_and_taken_by_slo
 def test_what_is_kept_for_a_restart_counts_as_ours() -> None:
     assert memory_plan.make_plan(GIB, 2 * GIB, 0, 5 * GIB, 32 * GIB).slots == 2
     assert memory_plan.make_plan(GIB, 0, 3 * GIB, None, GIB).slots == 3  # three are there already
-
-
-def test_the_control_groups_limit_counts_in_both_versions(tmp_path: Path) -> None:
-    assert memory_plan.free_bytes(MEMINFO, tmp_path) == 32 * GIB
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("5\n")
-    assert memory_plan.free_bytes(MEMINFO, tmp_path) == 32 * GIB
-    (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
-    (tmp_path / "memory.current").write_text(f"{GIB}\n")
-    assert memory_plan.free_bytes(MEMINFO, tmp_path) == 2 * GIB
-    old = tmp_path / "memory"
-    old.mkdir()
-    (old / "memory.limit_in_bytes").write_text(f"{GIB}")
-    (old / "memory.usage_in_bytes").write_text(f"{2 * GIB}")
-    assert memory_plan.free_bytes(MEMINFO, tmp_path) == 0
 
 
 @pytest.mark.parametrize(("most", "high"), [("max", 3 * GIB), (8 * GIB, 3 * GIB), (3 * GIB, 8 * GIB), (3 * GIB, "max")])
@@ -183,20 +164,6 @@ def test_each_group_that_we_are_in_gives_back_what_is_charged_to_it(tmp_path: Pa
     assert memory_plan.free_bytes(MEMINFO, tmp_path, "0::/batch/job7\n") == 6 * GIB
 
 
-def test_a_memfd_is_on_no_list_of_file_pages() -> None:
-    """On this machine's kernel, where it tells. Other processes' memory goes meanwhile, too: once is enough."""
-    told = [group for group in find_control_groups() if (group.folder / "memory.stat").exists()]
-    assert not told or any(grows(told[0]) > 32 << 20 for _ in range(5))
-
-
-def grows(group: ControlGroup) -> int:
-    """By how much with an arena of 64 MiB."""
-    before = group.used_bytes()
-    with contextlib.closing(Arena.create(64 << 20)) as arena:
-        arena.warm()
-        return group.used_bytes() - before
-
-
 @pytest.mark.parametrize(
     ("limit_gib", "free_gib", "room_gib"), [(None, 32, 16), (8, 32, 4.75), (8, 4, 2), (3, 32, 0.75)]
 )
@@ -207,3 +174,39 @@ def test_what_a_start_takes_for_a_while_is_left_by_the_machine_and_by_the_users_
     limit = limit_gib * GIB if limit_gib is not None else None
     plan = memory_plan.make_plan(GIB, 0, 0, limit, 32 * GIB)
     assert memory_plan.restore_budget_bytes(plan, limit, free_gib * GIB) == int(room_gib * GIB)
+
+
+def test_the_table_has_all_that_a_node_takes_and_sums_it_up() -> None:
+    plans = {
+        "a": memory_plan.make_plan(GIB, 2 * GIB, 0, 16 * GIB, 99 * GIB),
+        "b": memory_plan.make_plan(2 * GIB, 0, 0, None, 32 * GIB),
+    }
+    loads = [{"node": "b", "keeps_bytes": 4 * GIB, "sends_bytes": 5, "receives_bytes": 6}]
+    found = memory_plan.make_table(plans, 2, {"nodes": loads, "scratch_bytes": 96 * MIB})
+    first, second = found["nodes"]
+    assert (first["node"], first["slots_bytes"], first["kept_bytes"], first["copies_bytes"]) == (
+        *("a", 2 * GIB, 2 * GIB, 0),
+    )
+    assert first["buffers_bytes"] == memory_plan.COMMIT_BYTES
+    assert first["total_bytes"] == 4 * GIB + memory_plan.COMMIT_BYTES
+    assert (first["allowed_bytes"], first["bound"]) == (16 * GIB, "ckpt.Limits(memory=)")
+    assert (second["slots_bytes"], second["copies_bytes"]) == (4 * GIB, 4 * GIB)
+    assert second["buffers_bytes"] == memory_plan.COMMIT_BYTES + 96 * MIB
+    assert (second["sends_bytes"], second["receives_bytes"], found["nodes_left_out"]) == (5, 6, 0)
+
+
+def test_on_one_node_there_is_one_row() -> None:
+    (row,) = memory_plan.make_table({"": memory_plan.make_plan(MIB, 0, 0, None, GIB)}, 3, None)["nodes"]
+    assert (row["slots_bytes"], row["total_bytes"]) == (3 * MIB, 5 * MIB)
+
+
+def test_of_many_nodes_the_coordinators_and_the_fullest_are_shown() -> None:
+    plans = {f"n{number}": memory_plan.make_plan(MIB, 0, 0, None, (100 + number % 50) * MIB) for number in range(1000)}
+    found = memory_plan.make_table(plans, 3, None)
+    assert (len(found["nodes"]), found["nodes_left_out"]) == (
+        memory_plan.NODES_SHOWN,
+        1000 - memory_plan.NODES_SHOWN,
+    )
+    assert found["nodes"][0]["node"] == "n0"
+    left = [row["allowed_bytes"] - row["total_bytes"] for row in found["nodes"][1:]]
+    assert left == sorted(left)
