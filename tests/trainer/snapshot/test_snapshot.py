@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ from ckpt.events import Events
 from ckpt.layout.division import whole_share
 from ckpt.layout.layout import Part
 from ckpt.layout.staging import stage
+from ckpt.threads import Outcome
 from ckpt.trainer.snapshot import cpu_copier as copying
 from ckpt.trainer.snapshot.cpu_copier import DEFERRED_NICE, CpuCopier, CpuJob, has_same_bytes
 from ckpt.trainer.snapshot.cuda_copier import make_copier
@@ -302,8 +304,30 @@ def test_what_a_signals_handler_raises_while_a_copy_is_planned_is_not_swallowed(
         signal.signal(signal.SIGUSR2, before)
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_ctrl_c_anywhere_in_a_copy_returns_when_nothing_is_copied_any_more(is_late: bool) -> None:
+def test_ctrl_c_in_the_wait_for_a_copy_returns_when_nothing_is_copied_any_more() -> None:
+    copier, ran = CpuCopier(2), list[str]()
+    begun, never = threading.Event(), threading.Event()
+
+    def unit() -> None:
+        begun.set()
+        never.wait(0.2)
+        ran.append("to its end")
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is Outcome.wait_until_done.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with closing(copier):
+        ticket = CpuJob(copier, [unit]).start_deferred()
+        assert begun.wait(60)  # on a thread of the copier
+        sys.setprofile(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ticket.fence()
+        assert ran == ["to its end"]
+
+
+def test_ctrl_c_anywhere_in_a_late_copy_returns_when_nothing_is_copied_any_more() -> None:
     begun: list[int] = []
     ended: list[int] = []
     never = threading.Event()
@@ -314,9 +338,6 @@ def test_ctrl_c_anywhere_in_a_copy_returns_when_nothing_is_copied_any_more(is_la
         ended.append(1)
 
     def use(job: CpuJob) -> None:
-        if not is_late:
-            job.start_eager()
-            return
         ticket = job.start_deferred()
         try:
             ticket.fence()
