@@ -257,14 +257,14 @@ class Checkpoint:
         from ckpt.store import hub
         from ckpt.store.export import export
 
+        options: Any = {"format": format, "only": only, "dtype": dtype, "strip": strip, "beside": beside}
+        options |= {"shard_bytes": shard_bytes, "progress": progress}
         if repository := hub_repository(to):
             if format not in (None, "sharded", "adapter"):
                 raise UsageError(f"{to}: a repository gets a folder, not format={format!r}; give sharded or adapter")
             hub.check_repository(repository)
             with tempfile.TemporaryDirectory(prefix="ckpt-export-") as folder:
-                given: Any = {"only": only, "dtype": dtype, "strip": strip, "names": names, "beside": beside}
-                given |= {"format": format, "shard_bytes": shard_bytes, "progress": progress}
-                made = self.export(Path(folder) / "export", **given)
+                made = self.export(Path(folder) / "export", **options, names=names)
                 hub.upload(Path(folder) / "export", repository, f"step {self.label}")
             return replace(made, files=tuple(Path(each.name) for each in made.files))
 
@@ -276,9 +276,7 @@ class Checkpoint:
             return self.use(
                 lambda reader: export_dcp(reader, to, only=only, shard_bytes=shard_bytes, progress=progress)
             )
-        how: Any = {"format": format, "only": only, "dtype": dtype, "strip": strip, "shard_bytes": shard_bytes}
-        how |= {"names": [*(names or {}).items()], "beside": beside}
-        return self.use(lambda reader: export(reader, to, **how, progress=progress))
+        return self.use(lambda reader: export(reader, to, **options, names=[*(names or {}).items()]))
 
     def diff(self, other: Checkpoint, only: Sequence[str] = (), progress: Progress | None = None) -> Diff:
         """The differences between this checkpoint and another one, of any run. `only`: globs on names of tensors."""

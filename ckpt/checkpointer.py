@@ -170,14 +170,12 @@ class Checkpointer:
         self._notices = notices
         self._limits = Limits() if limits is None else limits
         self.url = find_url(url, read_settings())
-        # The user's dict itself: what is assigned under either name is saved.
-        self._state = state
         self.restored = Restored()
         self.events = Events(*sinks)
         self._policy = Adaptive() if policy is None else policy
         self._options = UserOptions(
             url=self.url,
-            state=self._state,
+            state=state,
             options=make_options(self._policy, Keep() if keep is None else keep, self._limits, codec, peers)
             | {"export": plan_export(export, state)},
             mesh=mesh,
@@ -205,7 +203,7 @@ class Checkpointer:
     @property
     def state(self) -> dict[str, Any]:
         """The dict that is saved: the one that was given. Assign to its keys to change what is saved."""
-        return self._state
+        return self._options.state
 
     # -- the loop
 

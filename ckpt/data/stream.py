@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 import ckpt
 from ckpt.data.loader import Turns, check_ranks, find_ranks, seed_generators
 
-TESTED = "5.2"  # the version of datasets
+TESTED = "5.2"  # the version of datasets; it is read in places that are not public
 NEEDED = ("num_shards", "shard", "state_dict", "load_state_dict")
 
 
@@ -71,7 +71,8 @@ class StreamLoader(DataLoader[Any]):
                 f"ckpt.data.StreamLoader: a {type(dataset).__name__} has no {', '.join(missing)}. It needs those of "
                 "an IterableDataset of Hugging Face's datasets; for a dataset with a length use ckpt.data.Loader"
             )
-        if type(dataset).__module__.startswith("datasets.") and not _is_tested(datasets := version("datasets")):
+        is_hugging_face = type(dataset).__module__.startswith("datasets.")
+        if is_hugging_face and not (datasets := version("datasets")).startswith(f"{TESTED}."):
             text = f"ckpt.data.StreamLoader was tested with datasets {TESTED}; this is {datasets}, which may differ"
             warnings.warn(text, stacklevel=2)
         if getattr(dataset, "_distributed", None) is not None:
@@ -230,11 +231,6 @@ class _Reader(IterableDataset[Any]):
             if not is_replay:
                 state = None if self._is_replayed else copy.deepcopy(data.state_dict())
                 yield ShardPosition(start.epoch, samples, state), [self._collate(group)]
-
-
-def _is_tested(datasets: str) -> bool:
-    """Whether this version of datasets was tested: it is read in places that are not public."""
-    return datasets.split(".")[:2] == TESTED.split(".")
 
 
 def _has_shuffle_buffer(iterable: Any) -> bool:

@@ -87,7 +87,7 @@ class Position:
         """Takes the position that other numbers of processes saved. Errors: UsageError if the batches that they handed
         out are no whole number for each process now, or the order of the epoch cannot be drawn here."""
         first = states[0]
-        batches = first["batches"] * (1 if first.get("is_split", self._is_split) else len(states))
+        batches = first["batches"] * (1 if first["is_split"] else len(states))
         world = 1 if self._is_split else world
         lost = {path for path, _ in self._own_generators()} - first["start"]["own"].keys()
         if lost and first["batches"] > 0:
@@ -112,8 +112,7 @@ class Position:
                 f"begins its epoch {loader.iteration}: begin with loader.iteration {GUIDE}"
             )
         for name, size in self._sizes().items():
-            # Earlier versions saved no sizes.
-            if given is not None and given["batches"] > 0 and size != given.get(name, size):
+            if given is not None and given["batches"] > 0 and size != given[name]:
                 raise ckpt.UsageError(
                     f"the checkpoint was taken in the middle of an epoch of a loader that had {name} {given[name]} and "
                     f"now has {size}, so the epoch's other samples are not known: set it as it was {GUIDE}"

@@ -221,7 +221,7 @@ class _Run:
         if not progress.batches or args.ignore_data_skip:
             return progress.epoch, 0
         now, anew = progress.describe_data(), "set TrainingArguments(ignore_data_skip=True) to begin this epoch anew"
-        if changed := [key for key in now if key != "batch_size" and now[key] != saved.get(key, now[key])]:
+        if changed := [key for key in now if key != "batch_size" and now[key] != saved[key]]:
             lines = ", ".join(f"{key} was {saved[key]} and is {now[key]}" for key in changed)
             raise ckpt.UsageError(
                 f"the checkpoint is in the middle of an epoch, and the data's order has changed: {lines}. Set them as "

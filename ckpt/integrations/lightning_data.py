@@ -43,8 +43,7 @@ class Positions:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._found = list(state["loaders"])
-        # Older checkpoints have none.
-        self._shapes = list(state.get("shapes", ()))
+        self._shapes = list(state["shapes"])
 
     def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
         """Errors: UsageError. Lightning's loops count the batches of each rank, and so does a position."""

@@ -80,13 +80,12 @@ class _CountedLoader(_FabricDataLoader):  # type: ignore[misc]
         """Errors: UsageError."""
         loader = self._dataloader
         self._num_iter_calls, self._taken = state["passes"], state["taken"]
-        # Older checkpoints have neither "ended" nor "shape".
-        self._has_ended = state.get("ended", False)
+        self._has_ended = state["ended"]
         self._resumed = state["passes"] > 0 and not self._has_ended
         if self._resumed:
             self._num_iter_calls -= 1
             if self._taken:
-                check_shape(loader, state.get("shape", {}))
+                check_shape(loader, state["shape"])
         if state["passes"] and not is_map_style(loader):
             loader.load_state_dict(state["inner"])
         elif state["passes"]:

@@ -89,7 +89,7 @@ ENTERING = (
     *("Signals.__enter__", "is_caught", "Levels.begin"),
 )
 LEAVING = (
-    *("run_cleanups", "Checkpointer._mark_exited", "Shutdown.end_threads", "StepTracking.close", "StepHook.remove"),
+    *("run_cleanups", "Checkpointer._mark_exited", "Shutdown.end_threads", "StepTracking.close"),
     *("Saver.close", "Saver.wait_for_copies", "Snapshotter.close", "Link.close", "AgentConnection.drop"),
     *("Arena.close", "ControlPage.close", "Tasks.close", "Levels.fail_all", "Shutdown.close"),
 )

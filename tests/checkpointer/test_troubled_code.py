@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt
 from ckpt.ipc import messages
@@ -220,7 +221,7 @@ def test_a_forked_child_cannot_touch_what_its_parent_saves(tmp_path: Path) -> No
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def be_child() -> None:
-        said = [arenas()]
+        said = [arenas(), [each for each in map(str, _global_optimizer_pre_hooks.values()) if "Snapshotter" in each]]
         made.view[:8] = b"nobody's"
         for use in (ck.__enter__, ck.step):
             try:
@@ -251,10 +252,11 @@ def test_a_forked_child_cannot_touch_what_its_parent_saves(tmp_path: Path) -> No
                 assert bytes(made.view[:8]) == bytes(8)
                 received.close()
                 made.close()
-    held, entered, stepped = json.loads(os.read(read, 1 << 16))
+    held, hooks, entered, stepped = json.loads(os.read(read, 1 << 16))
     os.close(read)
     os.close(write)
     assert held == []
+    assert hooks == [], "no optimizer of the child waits for a copy of the parent"
     assert entered
     assert "leave saving to the parent" in stepped[0]
     assert ck.receipt["committed_step"] == 6

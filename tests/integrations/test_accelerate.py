@@ -151,13 +151,6 @@ def test_another_batch_size_or_data_set_is_refused_within_an_epoch(tmp_path: Pat
     steps(tmp_path, "batch=8", "length=96", "steps=14").run()
 
 
-def test_a_position_of_an_earlier_version_is_restored(tmp_path: Path) -> None:
-    steps(tmp_path, "old", "steps=5").run()
-    whole = steps(tmp_path, "steps=12")
-    whole.run()
-    assert sorted(each for step in whole.trajectory().values() for each in step[1]) == list(range(48))
-
-
 def test_what_would_be_lost_or_differ_is_said_once(tmp_path: Path) -> None:
     told = {
         "zip": "a batch was drawn after the update",

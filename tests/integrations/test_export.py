@@ -82,13 +82,20 @@ def test_a_step_that_is_saved_twice_is_exported_once_and_other_files_stay(tmp_pa
     assert (tmp_path / "out" / "uploading").exists()
 
 
-def test_names_are_mapped_by_regular_expressions(tmp_path: Path) -> None:
+def test_names_are_mapped_and_files_beside_keep_their_folders(tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out/step-2"
+    for name in ("config.json", "additional_chat_templates/tool.jinja", ".git/config"):
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_text(name)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     names = {r"^(\d+)\.": r"layers.\1.", "weight$": "w"}
-    train(tmp_path, {"ema": model}, ckpt.Export(tmp_path / "out", of="ema", names=names))
-    found = load_file(tmp_path / "out/step-2/model-00001-of-00001.safetensors")
+    train(tmp_path, {"ema": model}, ckpt.Export(out.parent, of="ema", names=names, beside=[base]))
+    found = load_file(out / "model-00001-of-00001.safetensors")
     assert found.keys() == {"layers.0.w", "layers.0.bias", "layers.1.w", "layers.1.bias"}
     assert torch.equal(found["layers.1.w"], model[1].weight)
+    assert (out / "additional_chat_templates/tool.jinja").read_text() == "additional_chat_templates/tool.jinja"
+    assert (out / "config.json").read_text() == "config.json"
+    assert not (out / ".git").exists()
 
 
 def test_an_export_that_fails_is_said_and_loses_no_checkpoint(tmp_path: Path) -> None:
@@ -116,18 +123,6 @@ def test_an_export_of_another_run_is_left_and_that_is_said(tmp_path: Path) -> No
     found = load_file(tmp_path / "out/step-2/model-00001-of-00001.safetensors")
     assert torch.equal(found["weight"], first.weight)
     assert train(tmp_path / "a", {"model": first}, export) == []
-
-
-def test_files_beside_keep_their_folders(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    for name in ("config.json", "additional_chat_templates/tool.jinja", ".git/config"):
-        (base / name).parent.mkdir(parents=True, exist_ok=True)
-        (base / name).write_text(name)
-    train(tmp_path, {"model": nn.Linear(2, 2)}, ckpt.Export(tmp_path / "out", beside=[base]))
-    out = tmp_path / "out/step-2"
-    assert (out / "additional_chat_templates/tool.jinja").read_text() == "additional_chat_templates/tool.jinja"
-    assert (out / "config.json").read_text() == "config.json"
-    assert not (out / ".git").exists()
 
 
 @pytest.mark.parametrize(

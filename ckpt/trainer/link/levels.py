@@ -88,9 +88,6 @@ class Levels:
         """Whether a version that was taken here is neither in the store nor given up, and will still be reported."""
         return bool(self._pending_versions) and self._end_message is None
 
-    def is_staged(self, version: Version) -> bool:
-        return self.level(version) != "none"
-
     def level(self, version: Version) -> Level:
         return self._reached_levels.get(version, "none")
 

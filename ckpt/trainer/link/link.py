@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,11 +135,9 @@ class Link:
         """The present connection. Errors: AgentError if there is no agent."""
         return self.agent.connection
 
-    def request(
-        self, kind: str, fields: dict[str, Any], timeout_s: float | None, blobs: Sequence[bytes] = ()
-    ) -> messages.Message:
+    def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> messages.Message:
         """Sends a request and returns the answer. Errors: AgentError; the error with which the agent answers."""
-        return self.connection.request(kind, fields, blobs=blobs, timeout_s=timeout_s)
+        return self.connection.request(kind, fields, timeout_s=timeout_s)
 
     def notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         """Sends a message. If the agent dies the message is lost. The next agent counts a version as missed whose

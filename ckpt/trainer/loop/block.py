@@ -79,7 +79,7 @@ class Block:
         if step in self.rehearsal_steps:
             self._rehearse()
         if link.superseded_by is not None:
-            self._leave_superseded(link.superseded_by)
+            self._check_superseded()
         if self.save_every is not None and step % self.save_every == 0:
             self._is_due = True
         # If nothing may be saved at this boundary, the save happens at the next one.
@@ -193,7 +193,7 @@ class Block:
         try:
             held = self.saver.save(why, version, metrics, until_s)
         except Superseded as exc:
-            self._leave_superseded(link.superseded_by or str(exc))
+            leave_superseded(self.url, link.superseded_by or str(exc), self.events)
         if tracking.unregistered.due_by_role:
             self._report_unregistered()
         return held
@@ -297,10 +297,7 @@ class Block:
 
     def _check_superseded(self) -> None:
         if (by := self.saver.link.superseded_by) is not None:
-            self._leave_superseded(by)
-
-    def _leave_superseded(self, by: str) -> NoReturn:
-        leave_superseded(self.url, by, self.events)
+            leave_superseded(self.url, by, self.events)
 
 
 def leave_superseded(url: str, by: str, events: Events) -> NoReturn:

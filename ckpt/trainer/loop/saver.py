@@ -316,6 +316,7 @@ class Saver:
     def abandon_in_child(self) -> None:
         """In a forked child: lets go of what belongs to the parent."""
         self.is_forked = True
+        self.snapshotter.abandon_in_child()
         self.link.abandon_in_child()
 
     def _bind(self, number: int, plan: Plan, data: memoryview) -> None:

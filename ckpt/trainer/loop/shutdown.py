@@ -155,7 +155,7 @@ class Shutdown:
         if newest is not None and newest >= version:
             return None
         text = str(failure)
-        if self._link.agent.is_open and levels.is_staged(version) and (keeps_s := self._settings.orphan_s):
+        if self._link.agent.is_open and levels.level(version) != "none" and (keeps_s := self._settings.orphan_s):
             text += (
                 f". This host's memory keeps step {version.step}: the agent goes on trying for {keeps_s / 60:.3g} min "
                 "(12 times CKPT_LINGER_S), and a start on this host goes on from that step"

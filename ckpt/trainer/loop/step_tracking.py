@@ -64,7 +64,6 @@ class StepTracking:
         self.scaler_states = self.read_scaler_states()
 
     def close(self) -> None:
-        """Removes the hooks."""
         for hook in (*self._hooks, *self._last_hooks.values()):
             hook.remove()
 

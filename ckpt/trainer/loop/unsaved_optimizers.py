@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from weakref import ref
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ckpt.events import Events
@@ -79,7 +78,7 @@ class UnregisteredOptimizers:
         saved = find_saved(walks)
         due = {role: one for role, each in self.due_by_role.items() if (one := each()) is not None}
         self.due_by_role = {}
-        states = {role: _state_addresses(each) for role, each in due.items() if id(each) not in saved}
+        states = {role: storage_addresses(state_of(each)) for role, each in due.items() if id(each) not in saved}
         if not any(states.values()):
             return
         storages = frozenset[int]().union(*(each.storages for each in walks))
@@ -100,10 +99,6 @@ class UnregisteredOptimizers:
             optimizer=kind,
             tensor=name,
         )
-
-
-def _state_addresses(optimizer: Optimizer) -> frozenset[int]:
-    return storage_addresses(each for each in state_of(optimizer) if isinstance(each, Tensor))
 
 
 class AttributeWatch:

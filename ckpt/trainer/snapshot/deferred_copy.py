@@ -2,7 +2,7 @@
 
 A tensor may be deferred (during the next forward and backward pass) only if it does not change between the boundary
 and the next optimizer step. `DeferredTrust` holds what was proven and disproven of that. `TensorWatch` checks whether
-the tensors of one snapshot changed. `StepHook` is called before an optimizer step.
+the tensors of one snapshot changed.
 
 An equal version counter proves nothing: fused optimizers and `.data` do not move it. So bytes are compared, too. Equal
 live bytes do not prove that the copy read them: weights are swapped for an evaluation and back. So bytes in the arena
@@ -11,27 +11,18 @@ are compared as well.
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from ckpt.events import Events
 from ckpt.trainer.snapshot.cpu_copier import UNIT_BYTES, Copier, check_storage
-from ckpt.trainer.state.pieces import (
-    CopyPiece,
-    group_pieces,
-    is_cuda_used,
-    keep_for_stream,
-    result_waiter,
-    split_piece,
-)
+from ckpt.trainer.state.pieces import CopyPiece, group_pieces, keep_for_stream, result_waiter, split_piece
 from ckpt.trainer.state.shard import live_parts, storage_address
 from ckpt.types import format_count
 
@@ -313,54 +304,18 @@ class Spot:
         return live, CopyPiece(piece.entry, piece.box, kept, staged)
 
 
-class StepHook:
-    """A global hook before every optimizer step, until remove(). `is_waiting()`: whether any copy waits for a step.
-    Only then `on_step(optimizer)` is called. It is never called while a graph is captured or the compiler traces a
-    step: neither is a real step. A forked child has no hook."""
-
-    def __init__(self, is_waiting: Callable[[], bool], on_step: Callable[[Optimizer], None]) -> None:
-        self._is_waiting = is_waiting
-        self._on_step = on_step
-        self._handle = register_optimizer_step_pre_hook(self._hook)
-        _hooks.add(self)
-
-    def remove(self) -> None:
-        self._handle.remove()
-        _hooks.discard(self)
-
-    def _hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_waiting() or is_capturing():
-            return
-        self._on_step(optimizer)
-
-
-_hooks: weakref.WeakSet[StepHook] = weakref.WeakSet()
-
-
-def _remove_hooks_in_child() -> None:
-    for hook in list(_hooks):
-        hook.remove()
-
-
-os.register_at_fork(after_in_child=_remove_hooks_in_child)
-
-
-def is_capturing() -> bool:
-    return is_cuda_used() and torch.cuda.is_current_stream_capturing()
-
-
 def owns_any_storage(optimizer: Optimizer, addresses: frozenset[int]) -> bool:
     """Whether a parameter or state tensor of the optimizer (the local part of a DTensor) lies in a storage at one of
     `addresses`. Usually the first one does. Any optimizer of the process may be given, with any kinds of tensors."""
-    state = (each for each in state_of(optimizer) if isinstance(each, Tensor))
-    found = chain(params_of(optimizer), state)
-    return any(storage_address(part) in addresses for tensor in found for part in live_parts(tensor))
+    tensors = chain(params_of(optimizer), state_of(optimizer))
+    return any(storage_address(part) in addresses for tensor in tensors for part in live_parts(tensor))
 
 
 def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor))
 
 
-def state_of(optimizer: Optimizer) -> Iterator[Any]:
-    """What the optimizer keeps for its parameters: tensors and other values."""
-    return (value for of_one in optimizer.state.values() if isinstance(of_one, dict) for value in of_one.values())
+def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The tensors that the optimizer keeps for its parameters."""
+    kept = (value for of_one in optimizer.state.values() if isinstance(of_one, dict) for value in of_one.values())
+    return (each for each in kept if isinstance(each, Tensor))

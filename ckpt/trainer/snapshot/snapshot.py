@@ -23,17 +23,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from enum import Enum, auto
+from typing import Any
 
-from torch.optim.optimizer import Optimizer
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.errors import CkptError, UsageError, is_injected
 from ckpt.events import Events
 from ckpt.threads import Tasks
 from ckpt.trainer.snapshot.bindings import Binding, Bindings, ordinary_mode
 from ckpt.trainer.snapshot.cpu_copier import Copier
-from ckpt.trainer.snapshot.deferred_copy import DeferredTrust, Key, StepHook, owns_any_storage
+from ckpt.trainer.snapshot.deferred_copy import DeferredTrust, Key, owns_any_storage
 from ckpt.trainer.snapshot.pending_copy import PendingCopy, PendingRead, Snapshot
 from ckpt.trainer.state.names import shorten_names
+from ckpt.trainer.state.pieces import is_cuda_used
 
 CHECK_INTERVAL_S, CHECK_INTERVAL_S_MAX = 0.001, 0.05  # between two checks whether the training thread has gone on
 
@@ -41,8 +44,7 @@ CHECK_INTERVAL_S, CHECK_INTERVAL_S_MAX = 0.001, 0.05  # between two checks wheth
 class Cause(Enum):
     """What ended the wait for a deferred copy."""
 
-    HOOK = auto()  # an optimizer that owns a late tensor is about to step
-    FENCE = auto()  # the user is about to change things by hand
+    UPDATE = auto()  # an optimizer that owns a late tensor is about to step, or the user to change things by hand
     POLL = auto()  # nothing is about to change; proves nothing
     BOUNDARY = auto()  # a step ended, and none of the above happened in it
 
@@ -64,7 +66,7 @@ class Snapshotter:
         # The hook may run on a thread of autograd.
         self._copy_lock = threading.RLock()
         self._tasks = Tasks("snapshot", pool_size=1)
-        self._hook = StepHook(self._is_copy_pending, self._on_step) if lazy else None
+        self._hook = register_optimizer_step_pre_hook(self._on_step) if lazy else None
 
     def take(self, slot: int) -> Snapshot:
         """Takes a snapshot of the walk that is bound to `slot`, at a boundary. A copy that still runs is ended first.
@@ -98,7 +100,7 @@ class Snapshotter:
     def fence(self) -> None:
         """Returns when tensors may be changed by hand. It counts as an optimizer step that announces itself."""
         if self._is_copy_pending():
-            self._end_copy(Cause.FENCE)
+            self._end_copy(Cause.UPDATE)
 
     def poll(self) -> None:
         """Ends a copy that still runs, between steps or in the middle of one. Unlike `fence` it proves nothing."""
@@ -128,6 +130,11 @@ class Snapshotter:
                 ends.callback(self._hook.remove)
             ends.callback(self._end_tasks)
             self.poll()
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: no optimizer there waits for a copy."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def _end_tasks(self) -> None:
         """Waits for all begun tasks: other threads wait for the snapshots that these abandon."""
@@ -198,11 +205,15 @@ class Snapshotter:
     def _is_copy_pending(self) -> bool:
         return self._pending_copy is not None or self._pending_read is not None
 
-    def _on_step(self, optimizer: Optimizer) -> None:
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Comes before every step of any optimizer. A step that is captured in a graph, or traced by the compiler, is
+        none."""
+        if torch.compiler.is_compiling() or not self._is_copy_pending() or _is_capturing():
+            return
         pending, reading = self._pending_copy, self._pending_read
         known = pending.plan.storages if pending is not None else reading.storages if reading is not None else None
         if known is not None and owns_any_storage(optimizer, known):
-            self._end_copy(Cause.HOOK)
+            self._end_copy(Cause.UPDATE)
 
     def _end_copy_for_waiter(self, snapshot: Snapshot) -> None:
         pending = self._pending_copy
@@ -260,7 +271,7 @@ class Snapshotter:
                 self.trust.turn_off(f"a deferred copy failed: {exc}. Call ck.fence() before a storage is freed")
                 raise
         asked = [watch.start_comparison()]
-        if cause in (Cause.HOOK, Cause.FENCE):
+        if cause is Cause.UPDATE:
             asked.append(watch.compare_pieces(plan.unproven_pieces))
         pending.snapshot.stall_s += time.perf_counter() - started_s
 
@@ -287,7 +298,7 @@ class Snapshotter:
             self.trust.turn_off(f"{names} changed in a step in which no optimizer announced itself")
         elif changed or torn:
             self.trust.distrust(changed | torn)
-        if cause in (Cause.HOOK, Cause.FENCE):
+        if cause is Cause.UPDATE:
             self.trust.add_proofs(plan.unproven_keys - changed)
         if self.trust.version != plan.version:
             with suppress(CkptError):  # already closed
@@ -353,3 +364,7 @@ class Snapshotter:
         self._events.emit("snapshot.abandoned", f"a snapshot was abandoned: {why}", loud=True, reason=why)
         if not snapshot.done.done():
             snapshot.done.set_result(None)
+
+
+def _is_capturing() -> bool:
+    return is_cuda_used() and torch.cuda.is_current_stream_capturing()

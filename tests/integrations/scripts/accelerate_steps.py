@@ -12,7 +12,6 @@ split       DataLoaderConfiguration(split_batches=True)
 dispatch    DataLoaderConfiguration(dispatch_batches=True)
 iterable    an iterable data set
 rounds      two epochs, in the guide's loop over loader.iteration
-old         saves positions as before they had a batch size
 """
 
 import json
@@ -27,7 +26,6 @@ from accelerate.utils import DataLoaderConfiguration
 
 import ckpt
 from ckpt.integrations.accelerate import attach
-from ckpt.integrations.accelerate_data import Position
 from tests.integrations.runs import record
 
 
@@ -55,18 +53,10 @@ class Iterable(torch.utils.data.IterableDataset):
         return iter(self.data)
 
 
-def save_as_before():
-    now = Position.state_dict
-    new = ("is_split", "batch_size", "dataset_length")
-    Position.state_dict = lambda self: {name: value for name, value in now(self).items() if name not in new}
-
-
 def main(options):
     folder, words = Path(options["folder"]), options["words"]
     numbers = {"steps": 8, "batch": 4, "length": 48}
     numbers |= {name: int(number) for name, _, number in (word.partition("=") for word in words) if number}
-    if "old" in words:
-        save_as_before()
     if "untested" in words:
         accelerate.__version__ = "9.1.0"
     config = DataLoaderConfiguration(

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.errors import AgentError, SaveFailed
+from ckpt.errors import AgentError
 from ckpt.ipc import messages
 from ckpt.ipc.client import Connection, Pending
 from ckpt.trainer.loop.due_saves import SavePatience
@@ -71,15 +71,3 @@ def test_training_waits_as_long_as_the_agent_says_that_the_save_waits() -> None:
         return agent.asked[-1]
 
     assert patience.request_save(ask, until_s())["attempt"] == 3
-
-
-def test_what_the_agent_refuses_is_what_the_save_raises() -> None:
-    agent = Silent()
-
-    def ask() -> Pending:
-        asked = agent.ask()
-        agent.answer("error", kind="save-failed", message="no memory")
-        return asked
-
-    with pytest.raises(SaveFailed, match="no memory"):
-        SavePatience().request_save(ask, until_s())

@@ -72,48 +72,40 @@ def test_a_rank_that_leaves_already_is_not_ended_where_it_is(monkeypatch: pytest
     assert len(link.asked) == 1
 
 
-class Silent:
-    """A link to an agent that never answers. `waits`: how long it was waited for, each time."""
-
-    def __init__(self) -> None:
-        self.waits: list[float] = []
-
-    def leave(self, outcome: str, timeout_s: float) -> Message:
-        self.waits.append(timeout_s)
-        raise AgentError("no answer")
-
-
 @pytest.mark.parametrize(("exit_s", "least_s"), [(0.0, ANSWER_S_MIN), (0.5, ANSWER_S_MIN), (3600.0, 1800.0)])
 def test_the_answer_to_a_leave_is_waited_for_until_the_exit_is_over_or_for_a_second(
     exit_s: float, least_s: float
 ) -> None:
-    link = Silent()
+    waits: list[float] = []
+
+    def leave(outcome: str, timeout_s: float) -> Message:
+        waits.append(timeout_s)
+        raise AgentError("no answer")
+
+    link = cast(Link, SimpleNamespace(leave=leave))
     with Tasks("rank", pool_size=1) as tasks:
-        shutdown = Shutdown(cast(Link, link), tasks, Events(), read_settings({}))
+        shutdown = Shutdown(link, tasks, Events(), read_settings({}))
         assert shutdown.leave("normal", shutdown.begin_exit(exit_s)) is None
-    (wait_s,) = link.waits
+    (wait_s,) = waits
     assert least_s <= wait_s <= max(exit_s, ANSWER_S_MIN)
-
-
-class Gone:
-    """A link whose agent has died, and none comes back. `nodes`: how many the job is on."""
-
-    end_order: EndOrder | None = None
-    agent = SimpleNamespace(is_rejoined=False, is_given_up=True, restarts=0)
-    view = SimpleNamespace(leave_attempt=0)
-
-    def __init__(self, nodes: int) -> None:
-        self.terms = SimpleNamespace(nodes=[{"name": str(n)} for n in range(nodes)])
-
-    def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> Message:
-        raise AgentError("the agent is gone")
 
 
 @pytest.mark.parametrize(("nodes", "leaves"), [(0, False), (1, False), (2, True)])
 def test_a_held_rank_that_no_agent_answers_any_more_does_not_go_on_alone(nodes: int, leaves: bool) -> None:
-    """Those on other nodes may have left. On one node there is nobody who was told something else."""
+    """The agent has died, and none comes back. Ranks on other nodes may have left. On one node nobody was told anything
+    else."""
+
+    def request(kind: str, fields: dict[str, Any], timeout_s: float | None) -> Message:
+        raise AgentError("the agent is gone")
+
+    link = SimpleNamespace(
+        agent=SimpleNamespace(is_rejoined=False, is_given_up=True, restarts=0),
+        view=SimpleNamespace(leave_attempt=0),
+        terms=SimpleNamespace(nodes=[{"name": str(n)} for n in range(nodes)]),
+        request=request,
+    )
     with Tasks("rank", pool_size=1) as tasks:
-        shutdown = Shutdown(cast(Link, Gone(nodes)), tasks, Events(), read_settings({}))
+        shutdown = Shutdown(cast(Link, link), tasks, Events(), read_settings({}))
         assert shutdown.wait_for_verdict(1) is leaves
 
 
@@ -133,23 +125,11 @@ class Hears:
         return SAID
 
 
-def test_a_signal_is_told_by_the_time_that_is_left_since_the_coordinator_may_have_another_clock() -> None:
-    link = Hears()
-    with Tasks("rank", pool_size=1) as tasks:
-        shutdown = Shutdown(cast(Link, link), tasks, Events(), read_settings({}))
-        shutdown._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
-        assert link.told.wait(30)
-        shutdown.end_threads()
-    (told,) = link.heard
-    assert (told["t"], told["key"], set(told)) == ("notice", "SIGTERM", {"t", "key", "left_s"})
-    assert 0.0 < told["left_s"] <= 30.0
-
-
 @pytest.mark.parametrize("by_s", [20.0, -3600.0])
-def test_a_clock_that_is_set_after_a_signal_came_does_not_move_its_deadline(
+def test_a_signal_is_told_by_the_time_that_is_left_whatever_clocks_say_meanwhile(
     monkeypatch: pytest.MonkeyPatch, by_s: float
 ) -> None:
-    """An agent that is started again is told of it as well, which may be a while later."""
+    """The coordinator may have another clock. An agent that is started again is told of the signal as well."""
     link = Hears()
     with Tasks("rank", pool_size=1) as tasks:
         shutdown = Shutdown(cast(Link, link), tasks, Events(), read_settings({}))
@@ -162,6 +142,8 @@ def test_a_clock_that_is_set_after_a_signal_came_does_not_move_its_deadline(
         assert link.told.wait(30)
         shutdown.end_threads()
     first, again = link.heard
+    assert (first["t"], first["key"], set(first)) == ("notice", "SIGTERM", {"t", "key", "left_s"})
+    assert 0.0 < first["left_s"] <= 30.0
     assert first["left_s"] - 9.0 < again["left_s"] <= first["left_s"]
 
 

@@ -333,19 +333,6 @@ def test_pages_that_cannot_be_locked_are_copied_to_all_the_same_and_it_is_said()
     assert not device.locked
 
 
-def test_a_region_that_is_locked_already_stays_so_where_locking_it_once_more_fails() -> None:
-    device = Device()
-    with rig(lambda: ({"w": torch.zeros(300)}, ()), copier=copier(device), slots=1) as it:
-        region, locked = memoryview(it.arenas[0]), dict(device.locked)
-        device.status = 712
-        with pytest.raises(CkptError):
-            it.snapshotter._copier.pin(region)
-        device.status = 0
-        assert device.locked == locked
-        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
-        assert not device.locked
-
-
 def test_pages_are_locked_a_part_at_a_time_and_no_transfer_crosses_a_seam(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -543,26 +530,25 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_while_pages_are_locked_leaves_none_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_ends_a_lock_or_an_unlock_leaves_no_page_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runtime, "LOCK_BYTES", 1 << 14)
-    device = Device()
-    with rig(lambda: ({"w": torch.zeros(1 << 16)}, ()), copier=copier(device), slots=1) as it:
-        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
-        device.on_register = lambda: interrupt() if len(device.locked) == 3 else None
-        with pytest.raises(KeyboardInterrupt):
-            it.snapshotter._copier.pin(memoryview(it.arenas[0]))
-        assert not device.locked
-
-
-def test_where_unlocking_fails_the_rest_is_unlocked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_runtime, "LOCK_BYTES", 1 << 14)
-    device = Device()
-    with rig(lambda: ({"w": torch.zeros(1 << 16)}, ()), copier=copier(device), slots=1) as it:
-        assert len(device.locked) > 3
-        device.status = 999
-        with pytest.raises(CkptError):
-            it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
-        assert not device.locked
+    device, region = Device(), memoryview(bytearray(1 << 17))
+    locks = cuda_runtime.PageLocks(device, "cpu")
+    device.on_register = lambda: interrupt() if len(device.locked) == 3 else None
+    with pytest.raises(KeyboardInterrupt):
+        locks.lock(region)
+    assert not device.locked
+    device.on_register = lambda: None
+    locks.lock(region)
+    locked = dict(device.locked)
+    assert sum(locked.values()) == region.nbytes
+    for status, fails in ((712, locks.lock), (999, lambda region: locks.unlock(region, lambda: None))):
+        assert device.locked == locked
+        device.status = status
+        with pytest.raises(CkptError, match="no memory can be locked"):
+            fails(region)
+        device.status = 0
+    assert not device.locked
 
 
 def test_closing_on_a_device_that_is_lost_ends_all_the_rest() -> None:

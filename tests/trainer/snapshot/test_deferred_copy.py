@@ -139,41 +139,6 @@ def test_no_snapshot_is_torn_while_training_runs_into_its_copy() -> None:
         assert it.snapshotter.trust.fallbacks() == []
 
 
-def test_a_real_copier_gives_the_same(seed: int) -> None:
-    loop = Loop()
-    with rig(loop.state, copier=CpuCopier(2)) as it:
-        prove(it, loop)
-        for _ in range(20):
-            (snapshot,) = loop.run(it)
-            assert snapshot.is_deferred
-            assert whole(it, snapshot, loop)
-        assert not it.events
-
-
-def test_gradient_accumulation_keeps_one_copy_open_over_all_micro_batches() -> None:
-    loop = Loop()
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        for _ in range(3):
-            (snapshot,) = loop.run(it, 1, micro_batches=3)
-            before = loop.copier.copied_late
-            for _ in range(3):
-                loop.forward_backward()
-            assert loop.copier.copied_late == before + 6
-            assert not snapshot.done.done()
-            assert whole(it, snapshot, loop)
-        assert not it.events
-
-
-def test_buffers_and_averages_are_copied_at_the_boundary() -> None:
-    with late() as (it, loop, snapshot):
-        for tensor in (*loop.buffers.values(), *loop.ema.values()):
-            tensor.data.fill_(-1)
-        stamps = it.stamps(snapshot.slot)
-        for name in (*loop.buffers, *loop.ema):
-            assert stamps[name] == {float(loop.step)}
-
-
 def test_small_and_0d_tensors_are_copied_at_the_boundary() -> None:
     small = torch.nn.Parameter(torch.zeros(100))
     loop = Loop()
@@ -211,53 +176,7 @@ def test_state_that_appears_with_the_first_step_is_saved_and_starts_unproven() -
         assert it.snapshotter.trust.fallbacks() == ["new is copied at the boundary: it changed"]
 
 
-def test_load_state_dict_and_a_reassigned_buffer_are_saved_from_where_they_are_now() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(160, 128), torch.nn.BatchNorm1d(128))
-    optimizer = torch.optim.AdamW(model.parameters())
-    copier = TearingCopier()
-
-    def state() -> tuple[dict[str, Tensor], set[str]]:
-        moments = {f"optim.{n}.{k}": v for n, s in enumerate(optimizer.state.values()) for k, v in s.items()}
-        return {**dict(model.named_parameters()), **dict(model.named_buffers()), **moments}, {
-            *dict(model.named_parameters()),
-            *moments,
-        }
-
-    def train() -> None:
-        copier.copy_some()
-        model(torch.randn(8, 160)).square().mean().backward()
-        copier.copy_some()
-        optimizer.step()
-
-    train()
-    with rig(state, copier=copier) as it:
-        for _ in range(PROOFS_NEEDED + 1):
-            snapshot = it.take()
-            train()
-            it.snapshotter.note_boundary()
-        assert snapshot.is_deferred
-        saved = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state()[0].items()}
-        optimizer.load_state_dict(torch.utils._pytree.tree_map(_moved, optimizer.state_dict()))
-        model[1].running_mean = torch.full((128,), 5.0)
-        it.walk_again()
-        snapshot = it.take()
-        staged = it.staged(snapshot.slot)
-        snapshot.wait()
-        assert raw(staged["1.running_mean"]) == raw(torch.full((128,), 5.0))
-        for name, value in state()[0].items():
-            assert raw(it.staged(snapshot.slot)[name]) == raw(value), name
-        assert raw(staged["optim.0.exp_avg"]) == raw(saved["optim.0.exp_avg"] + 1)
-        train()
-        it.snapshotter.note_boundary()
-        assert not it.events
-
-
-def _moved(value: object) -> object:
-    return value + 1 if isinstance(value, Tensor) and value.dim() else value
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_gradscalers_skipped_step_keeps_late_copies_on(early: bool) -> None:
+def test_gradscalers_skipped_step_keeps_late_copies_on() -> None:
     param = torch.nn.Parameter(torch.ones(LARGE))
     optimizer = torch.optim.SGD([param], lr=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -271,11 +190,9 @@ def test_gradscalers_skipped_step_keeps_late_copies_on(early: bool) -> None:
         scaler.update()
 
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
-        for n in range(PROOFS_NEEDED + 2):
+        for _ in range(PROOFS_NEEDED):
             it.take()
-            before = param.detach().clone()
-            train(float("inf") if early and n == 0 else 1.0)
-            assert torch.equal(before, param) == (early and n == 0)
+            train(1.0)
             it.snapshotter.note_boundary()
         expected = raw(param)
         snapshot = it.take()
@@ -325,17 +242,6 @@ def test_an_optimizer_in_backward_without_hooks_turns_late_copies_off() -> None:
         assert it.snapshotter.trust.fallbacks()[0].startswith("lazy copies off: w changed in a step")
 
 
-def test_an_optimizer_without_hooks_is_found_before_anything_is_copied_late() -> None:
-    param = torch.nn.Parameter(torch.ones(LARGE))
-    with rig(lambda: ({"w": param}, {"w"})) as it:
-        assert not it.take().is_deferred
-        param.data.sub_(0.1)  # a functional optimizer, a graph replay, a compiled step
-        it.snapshotter.note_boundary()
-        assert it.names() == ["deferred_copy.off"]
-        for _ in range(5):
-            assert not it.take().is_deferred
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch itself
 def test_a_compiled_step_does_not_announce_itself_and_turns_late_copies_off() -> None:
     param = torch.nn.Parameter(torch.ones(LARGE))
@@ -351,26 +257,6 @@ def test_a_compiled_step_does_not_announce_itself_and_turns_late_copies_off() ->
             assert it.stamps(snapshot.slot)["w"] == {stamp}
         assert param.detach()[0, 0].item() == 0.0
         assert it.names() == ["deferred_copy.off"]
-
-
-def test_one_optimizer_per_parameter_in_backward_waits_at_the_first_of_them() -> None:
-    params = [torch.nn.Parameter(torch.full(LARGE, 1.0)) for _ in range(4)]
-    optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in params}
-    for param in params:
-        param.register_post_accumulate_grad_hook(lambda p: optimizers[p].step() and None)
-    copier = TearingCopier()
-    with rig(lambda: ({f"w{n}": p for n, p in enumerate(params)}, {f"w{n}" for n in range(4)}), copier=copier) as it:
-        for step in range(8):
-            snapshot = it.take()
-            copier.copy_some()
-            sum(p.sum() for p in params).backward()  # type: ignore[union-attr]
-            for param in params:
-                param.grad = None
-            it.snapshotter.note_boundary()
-            assert set().union(*it.stamps(snapshot.slot).values()) == {1.0 - step}
-            assert snapshot.abandon_reason is None
-        assert snapshot.is_deferred
-        assert not it.events
 
 
 EDITS: dict[str, Callable[[Tensor], object]] = {
@@ -425,22 +311,6 @@ def test_an_edit_during_the_proof_makes_the_tensor_eager_and_costs_no_snapshot(e
         assert it.stamps(snapshot.slot)["layer0"] == {float(loop.step)}
 
 
-def test_averages_swapped_in_for_evaluation_abandon_that_snapshot_only() -> None:
-    with late(2) as (it, loop, snapshot):
-        trained = {name: param.detach().clone() for name, param in loop.params.items()}
-        with torch.no_grad():
-            for name, param in loop.params.items():
-                param.copy_(loop.ema[f"ema.{name}"] + 0.5)
-        it.snapshotter.poll()
-        with torch.no_grad():
-            for name, param in loop.params.items():
-                param.copy_(trained[name])
-        assert "layer0, layer1 changed" in str(snapshot.abandon_reason)
-        (snapshot,) = loop.run(it)
-        assert whole(it, snapshot, loop)
-        assert it.names() == ["deferred_copy.changed", "deferred_copy.changed", "snapshot.abandoned"]
-
-
 def swapped(loop: Loop, during: Callable[[], object]) -> None:
     """Other weights for a while, by `.data` and back: the idiom of averages in an evaluation."""
     kept = {name: param.detach().clone() for name, param in loop.params.items()}
@@ -469,19 +339,6 @@ def test_weights_swapped_and_back_while_they_are_copied_are_never_in_a_snapshot_
             assert whole(it, snapshot, loop)
 
 
-def test_weights_swapped_after_a_fence_are_in_no_snapshot_and_cost_none() -> None:
-    loop = Loop(2)
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        for _ in range(3):
-            (snapshot,) = loop.run(it)
-            assert snapshot.is_deferred
-            it.snapshotter.fence()
-            swapped(loop, loop.copier.copy_some)
-            assert whole(it, snapshot, loop)
-        assert not it.events
-
-
 @pytest.mark.parametrize("unit", range(4))
 def test_a_swap_is_seen_where_one_unit_alone_was_copied_while_it_lasted(unit: int) -> None:
     param = torch.nn.Parameter(torch.zeros(4, UNIT_BYTES // 4))
@@ -503,21 +360,18 @@ def test_a_swap_is_seen_where_one_unit_alone_was_copied_while_it_lasted(unit: in
         assert snapshot.abandon_reason == "w changed while the copy was under way"
 
 
-def test_a_swap_of_narrow_rows_is_seen_in_the_arena() -> None:
-    param = torch.nn.Parameter(torch.zeros(3, 1 << 15).t())  # rows of 12 bytes, and not contiguous
-    check_swaps_are_seen(param, param.data[0])
-
-
-@pytest.mark.parametrize("at", [0, 2, 6, 8])
-def test_a_swap_is_seen_wherever_in_memory_a_tensor_begins(at: int) -> None:
-    memory = bytearray(8 + 3 * DEFERRED_BYTES_MIN)
-    tensor = torch.frombuffer(memory, dtype=torch.bfloat16, offset=at, count=DEFERRED_BYTES_MIN + 1)
-    param = torch.nn.Parameter(tensor)
-    check_swaps_are_seen(param, param.data)
-
-
-def check_swaps_are_seen(param: torch.nn.Parameter, swapped: Tensor) -> None:
-    """A part of it is another one while it is copied, and back before the optimizer steps."""
+@pytest.mark.parametrize("at", [None, 0, 2, 6, 8])
+def test_a_swap_is_seen_wherever_in_memory_a_tensor_lies(at: int | None) -> None:
+    """A part of the tensor is another one while it is copied, and back before the optimizer steps. `at`: the byte at
+    which the tensor begins; None: it has rows of 12 bytes, and is not contiguous."""
+    if at is None:
+        param = torch.nn.Parameter(torch.zeros(3, 1 << 15).t())
+        swapped = param.data[0]
+    else:
+        memory = bytearray(8 + 3 * DEFERRED_BYTES_MIN)
+        tensor = torch.frombuffer(memory, dtype=torch.bfloat16, offset=at, count=DEFERRED_BYTES_MIN + 1)
+        param = torch.nn.Parameter(tensor)
+        swapped = param.data
     optimizer = Stamper([param])
     copier = TearingCopier()
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
@@ -535,41 +389,43 @@ def check_swaps_are_seen(param: torch.nn.Parameter, swapped: Tensor) -> None:
             assert snapshot.abandon_reason == ("w changed while the copy was under way" if edit else None)
 
 
-def proven(it: Rig, loop: Loop) -> None:
-    """As `prove`, where the copier copies by itself."""
-    for _ in range(PROOFS_NEEDED + 1):
+@contextmanager
+def held_back(layers: int, turns: int = 0) -> Iterator[tuple[Rig, Loop, Snapshot, threading.Event]]:
+    """The late snapshot after so many other ones, by the real copier. Nothing of it is copied before the event."""
+    loop, copier, held = Loop(layers), CpuCopier(1), threading.Event()
+    with rig(loop.state, copier=copier) as it:
+        for _ in range(PROOFS_NEEDED + 1 + turns):
+            loop.update()
+            it.snapshotter.note_boundary()
+            if it.is_walk_stale():
+                it.walk_again()
+            it.take()
         loop.update()
         it.snapshotter.note_boundary()
-        it.walk_again()
-        it.take()
+        copier.submit(held.wait, late=True)
+        snapshot = it.take()
+        assert snapshot.is_deferred
+        yield it, loop, snapshot, held
 
 
-def late_and_held(it: Rig, loop: Loop, copier: CpuCopier) -> tuple[Snapshot, threading.Event]:
-    """A late snapshot of which nothing is copied before the event."""
-    held = threading.Event()
-    loop.update()
-    it.snapshotter.note_boundary()
-    it.walk_again()
-    copier.submit(held.wait, late=True)
-    return it.take(), held
+def await_copied(it: Rig) -> None:
+    """The one thread that copies late has done all by then."""
+    assert isinstance(it.copier, CpuCopier)
+    it.copier.submit(lambda: None, late=True).result()
 
 
 @pytest.mark.parametrize("is_back", [False, True])
 def test_what_is_freed_under_a_late_copy_ends_late_copies_also_where_it_came_back(is_back: bool) -> None:
-    loop, copier = Loop(2), CpuCopier(1)
-    storage = loop.params["layer0"].untyped_storage()
-    nbytes = storage.nbytes()
-    with rig(loop.state, copier=copier) as it:
-        proven(it, loop)
-        snapshot, held = late_and_held(it, loop, copier)
+    with held_back(2) as (it, loop, snapshot, held):
+        storage = loop.params["layer0"].untyped_storage()
+        nbytes = storage.nbytes()
         storage.resize_(0)
         held.set()
         if is_back:
-            copier.submit(lambda: None, late=True).result()  # the one thread has tried by then
+            await_copied(it)
             storage.resize_(nbytes)  # often at the old address
         it.snapshotter.fence()
         storage.resize_(nbytes)
-        assert snapshot.is_deferred
         assert str(snapshot.abandon_reason).startswith("it could not be copied")
         assert it.names() == ["deferred_copy.off", "snapshot.abandoned"]
         loop.run(it)
@@ -580,18 +436,14 @@ def test_what_is_freed_under_a_late_copy_ends_late_copies_also_where_it_came_bac
 
 
 def test_what_is_freed_behind_a_late_copy_is_not_looked_at() -> None:
-    loop, copier = Loop(2), CpuCopier(1)
-    storage = loop.params["layer0"].untyped_storage()
-    nbytes = storage.nbytes()
-    with rig(loop.state, copier=copier) as it:
-        proven(it, loop)
-        snapshot, held = late_and_held(it, loop, copier)
+    with held_back(2) as (it, loop, snapshot, held):
+        storage = loop.params["layer0"].untyped_storage()
+        nbytes = storage.nbytes()
         held.set()
         await_done(snapshot)
         storage.resize_(0)
         it.snapshotter.fence()
         storage.resize_(nbytes)
-        assert snapshot.is_deferred
         assert snapshot.abandon_reason is None
         assert not it.names()
 
@@ -613,10 +465,7 @@ def is_in(function: FunctionType, frame: FrameType | None) -> bool:
 
 
 def test_a_late_snapshot_is_not_done_in_the_middle_of_an_operation_which_may_be_one_that_writes() -> None:
-    loop, copier = Loop(1), CpuCopier(1)
-    with rig(loop.state, copier=copier) as it:
-        proven(it, loop)
-        snapshot, held = late_and_held(it, loop, copier)
+    with held_back(1) as (it, _, snapshot, held):
         ended: list[bool] = []
         main = threading.get_ident()
 
@@ -625,7 +474,7 @@ def test_a_late_snapshot_is_not_done_in_the_middle_of_an_operation_which_may_be_
                 time.sleep(0.01)
             time.sleep(0.1)
             held.set()
-            copier.submit(lambda: None, late=True).result()
+            await_copied(it)
             time.sleep(0.3)
             ended.append(snapshot.done.done())
 
@@ -638,17 +487,13 @@ def test_a_late_snapshot_is_not_done_in_the_middle_of_an_operation_which_may_be_
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_late_snapshot_is_done_once_it_is_copied_whatever_happens_to_the_tensors_then(edit: str) -> None:
-    loop, copier = Loop(1), CpuCopier(1)
-    with rig(loop.state, copier=copier) as it:
-        proven(it, loop)
-        snapshot, held = late_and_held(it, loop, copier)
+    with held_back(1) as (it, loop, snapshot, held):
         assert not snapshot.done.done()
         held.set()
         await_done(snapshot)  # though nobody ends the wait
         with torch.no_grad():
             EDITS[edit](loop.params["layer0"])
         it.snapshotter.fence()
-        assert snapshot.is_deferred
         assert snapshot.abandon_reason is None
         stamps = it.stamps(snapshot.slot)
         assert stamps["layer0"] == stamps["layer0.moment"] == {float(loop.step)}
@@ -657,15 +502,12 @@ def test_a_late_snapshot_is_done_once_it_is_copied_whatever_happens_to_the_tenso
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_late_snapshot_whose_copy_met_an_edit_is_not_done_by_itself(edit: str) -> None:
-    loop, copier = Loop(1), CpuCopier(1)
-    with rig(loop.state, copier=copier) as it:
-        proven(it, loop)
-        it.take()  # of the two tensors that one is looked at in full next
-        snapshot, held = late_and_held(it, loop, copier)
+    # Of the two tensors layer0 is looked at in full then.
+    with held_back(1, turns=1) as (it, loop, snapshot, held):
         with torch.no_grad():
             EDITS[edit](loop.params["layer0"])
         held.set()
-        copier.submit(lambda: None, late=True).result()  # all is copied by then
+        await_copied(it)
         with pytest.raises(TimeoutError):  # and looked at
             await_done(snapshot, 0.3)
         it.snapshotter.fence()
@@ -739,10 +581,7 @@ def test_a_poll_ends_the_copy_and_proves_nothing() -> None:
 
 
 def test_the_next_snapshot_ends_the_copy_of_the_one_before() -> None:
-    loop = Loop()
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (first,) = loop.run(it)
+    with late() as (it, loop, first):
         second = it.take()
         assert first.done.done()
         assert not second.done.done()
@@ -845,61 +684,40 @@ def test_a_step_in_a_signal_handler_in_the_middle_of_the_wait_neither_hangs_nor_
         assert it.names().count("snapshot.abandoned") == 1
 
 
-def test_a_view_of_a_parameter_is_known_as_its_optimizers() -> None:
-    flat = torch.zeros(1000)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(flat[100:200])], lr=0.1)
-    assert owns_any_storage(optimizer, storage_addresses([flat]))
-    assert not owns_any_storage(optimizer, storage_addresses([torch.zeros(1000)]))
-
-
 class Idle(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None:
         pass
 
 
 @pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested)")
-@pytest.mark.parametrize("kind", WITHOUT_STORAGE)
-def test_an_optimizer_of_tensors_without_storage_steps_as_if_nobody_looked(kind: str) -> None:
-    tensor = WITHOUT_STORAGE[kind]()
-    of_state, of_param = Idle([torch.nn.Parameter(torch.zeros(3))], {}), Idle(torch.nn.ParameterList([tensor]), {})
-    of_state.state["kept"] = {"x": tensor}
-    with late() as (it, loop, snapshot):
-        of_state.step()
-        of_param.step()
-        assert snapshot.is_deferred
-        assert not snapshot.done.done()
-        assert whole(it, snapshot, loop)
-
-
-def test_tensors_without_bytes_belong_to_nobody() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(0))], lr=0.1)
-    assert not owns_any_storage(optimizer, storage_addresses([torch.zeros(0)]))
-
-
-def test_a_hook_while_capturing_or_compiling_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with late() as (it, loop, snapshot):
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.compiler, "is_compiling", lambda: True)
-            loop.optimizer.step()
-            assert not snapshot.done.done()
-        it.snapshotter.note_boundary()
-        assert snapshot.abandon_reason
-        assert it.names() == ["deferred_copy.off", "snapshot.abandoned"]
+@pytest.mark.parametrize("kind", ["a view", "no bytes", *WITHOUT_STORAGE])
+def test_an_optimizer_owns_the_storages_of_its_tensors_if_they_have_one(kind: str) -> None:
+    flat = torch.zeros(1000)
+    tensors = {"a view": lambda: flat[100:200], "no bytes": lambda: torch.zeros(0), **WITHOUT_STORAGE}
+    of_state, of_param = (
+        Idle([torch.nn.Parameter(torch.zeros(3))], {}),
+        Idle(torch.nn.ParameterList([tensors[kind]()]), {}),
+    )
+    of_state.state["kept"] = {"x": tensors[kind]()}
+    for optimizer in (of_state, of_param):
+        assert owns_any_storage(optimizer, storage_addresses([flat, torch.zeros(0)])) == (kind == "a view")
+        assert not owns_any_storage(optimizer, storage_addresses([torch.zeros(1000)]))
 
 
 def test_the_hook_is_there_while_it_is_needed_and_gone_after_close_and_in_a_forked_child() -> None:
     hooks = optimizer_module._global_optimizer_pre_hooks
     before = len(hooks)
     loop = Loop()
-    with rig(loop.state, lazy=False):
+    with rig(loop.state, lazy=False) as it:
         assert len(hooks) == before
-    with rig(loop.state, copier=loop.copier) as it:
+        assert not any(snapshot.is_deferred for snapshot in loop.run(it, 6))
+        assert it.snapshotter.trust.proven() == it.snapshotter.trust.fallbacks() == []
+    with late() as (it, loop, _):
         assert len(hooks) == before + 1
-        prove(it, loop)
-        loop.run(it)
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if len(hooks) <= before else 1)
+            it.snapshotter.abandon_in_child()
+            os._exit(len(hooks) - before)
         assert os.waitpid(pid, 0)[1] == 0
     assert len(hooks) == before
 
@@ -912,25 +730,14 @@ def test_closing_ends_the_copy_that_runs() -> None:
     assert set().union(*it.stamps(snapshot.slot).values()) == {float(loop.step)}
 
 
-def test_turned_off_nothing_is_late() -> None:
-    loop = Loop()
-    with rig(loop.state, lazy=False) as it:
-        assert not any(snapshot.is_deferred for snapshot in loop.run(it, 6))
-        assert it.snapshotter.trust.proven() == it.snapshotter.trust.fallbacks() == []
-
-
 def test_a_late_copy_that_fails_costs_the_snapshot_and_not_the_training() -> None:
-    loop = Loop(1)
-    loop.copier = copier = TearingCopier()
-    with rig(loop.state, copier=copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
-        assert snapshot.is_deferred
-        copier.open[0].left[0] = Broken()  # type: ignore[call-overload]
+    with late(1) as (it, loop, snapshot):
+        loop.copier.on_fence = fail
         loop.update()
         assert snapshot.done.done()
         assert snapshot.abandon_reason == "it could not be copied: out of memory"
         assert it.names() == ["snapshot.abandoned"]
+        loop.copier.on_fence = lambda: None
         loop.run(it)
         (snapshot,) = loop.run(it)
         assert whole(it, snapshot, loop)
@@ -953,10 +760,8 @@ def test_a_wait_that_ctrl_c_ends_costs_the_snapshot_and_leaves_nobody_waiting(en
 
 
 def test_a_close_that_ctrl_c_ends_leaves_nobody_waiting() -> None:
-    loop, held = Loop(), threading.Event()
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
+    held = threading.Event()
+    with late() as (it, loop, snapshot):
         loop.copier.on_fence = interrupt
         it.snapshotter._tasks.submit(held.wait)  # who abandons it has to wait for that
         threading.Timer(0.1, held.set).start()
@@ -974,10 +779,8 @@ def update(param: Tensor, by: float) -> None:
     param.data.sub_(by)
 
 
-class Broken:
-    @property
-    def target(self) -> Tensor:
-        raise RuntimeError("out of memory")
+def fail() -> None:
+    raise RuntimeError("out of memory")
 
 
 def test_lazy_and_eager_give_equal_bytes() -> None:
@@ -1013,19 +816,6 @@ def test_lazy_and_eager_give_equal_bytes() -> None:
         lazy, eager = run(True), run(False)
     assert len(set(eager)) == 8
     assert lazy == eager
-
-
-def test_two_snapshotters_do_not_disturb_each_other() -> None:
-    one, two = Loop(), Loop()
-    with rig(one.state, copier=one.copier) as first, rig(two.state, copier=two.copier) as second:
-        prove(first, one)
-        prove(second, two)
-        (a,) = one.run(first)
-        (b,) = two.run(second)
-        one.optimizer.step()
-        assert a.done.done()
-        assert not b.done.done()
-        assert whole(second, b, two)
 
 
 def test_a_dropped_proof_is_forgotten() -> None:
