@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.errors import AlreadyExists, DamagedData, NotFound
-from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.contract import Buffer, ObjectInfo, PutMode, check_end
 from ckpt.storage.names import check_key, check_prefix, check_range, is_key
 
 
@@ -65,11 +65,8 @@ class MemoryBackend:
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         check_range(start, length)
+        check_end(self, key, start + length)
         data, _ = self._object(key)
-        if start + length > len(data):
-            raise DamagedData(
-                f"{self.url}: {key} has {len(data)} bytes; bytes {start} to {start + length} were requested"
-            )
         return memoryview(data)[start : start + length]
 
     def head(self, key: str) -> ObjectInfo:

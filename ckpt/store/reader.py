@@ -22,8 +22,7 @@ from ckpt.format.manifest import RANK_VALUES, VALUES, Record
 from ckpt.storage.contract import Backend
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef, broken_history
-from ckpt.store.patience import Patience
-from ckpt.store.run import Run, RunView
+from ckpt.store.run import Patience, Run, RunView
 from ckpt.threads import Tasks
 from ckpt.types import Identity, split_by_bytes
 

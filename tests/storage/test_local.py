@@ -373,7 +373,7 @@ def test_large_objects_are_exact_past_the_page_cache(
 def test_a_file_system_that_refuses_to_bypass_its_cache_is_written_through_it(
     store: LocalBackend, monkeypatch: pytest.MonkeyPatch, seed: int, after: int
 ) -> None:
-    data = random.Random(seed).randbytes((9 << 20) + 5)
+    data = random.Random(seed).randbytes((8 << 20) + 1)
     real = os.write
     calls = itertools.count()
 

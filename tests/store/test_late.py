@@ -24,9 +24,8 @@ from ckpt.storage.contract import Backend
 from ckpt.store import keys
 from ckpt.store.branch import branch
 from ckpt.store.lineage import Claim
-from ckpt.store.patience import LATE_S
 from ckpt.store.reader import FrameReader, open_record, use_readable_record
-from ckpt.store.run import Run
+from ckpt.store.run import LATE_S, Run
 from ckpt.store.verify import verify
 from ckpt.types import Epoch, Identity, Version
 from tests.agent.commit.test_store_client import Side, complete
