@@ -311,6 +311,19 @@ def test_what_was_never_sent_is_not_paid_for_by_the_next_commit() -> None:
     assert clock.now_s() == pytest.approx(1.0)
 
 
+def test_puts_that_wait_at_once_are_paid_for_one_after_the_other() -> None:
+    clock, ends_s = ManualClock(), list[float]()
+    pace, others = packs.PutRateLimit(clock, 1000.0), iter([1000])
+
+    def wait_too() -> None:
+        for size in others:
+            pace.await_budget(size, lambda: None)
+            ends_s.append(clock.now_s())
+
+    pace.await_budget(1000, wait_too)
+    assert ends_s == [pytest.approx(2.0)]
+
+
 def test_a_cancel_ends_the_wait_for_bandwidth() -> None:
     store, snap, cancel = Sim(), some(), threading.Event()
 
