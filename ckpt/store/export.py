@@ -272,7 +272,7 @@ def _write_torch(path: Path, heads: Sequence[TensorHead], slabs: Iterator[memory
     without a name, so torch.save reads them from there and not from memory."""
     import torch
 
-    with tempfile.TemporaryFile(dir=path.parent) as scratch:
+    with open(path, "xb") as file, tempfile.TemporaryFile(dir=path.parent) as scratch:
         offsets = []
         for head in heads:
             offsets.append(scratch.seek(-(-scratch.tell() // 64) * 64))
@@ -280,13 +280,12 @@ def _write_torch(path: Path, heads: Sequence[TensorHead], slabs: Iterator[memory
         scratch.truncate(max(scratch.tell(), 1))
         mapped = mmap.mmap(scratch.fileno(), 0, access=mmap.ACCESS_COPY)
 
-    def tensor(head: TensorHead, offset: int) -> Any:
-        dtype, count = getattr(torch, head.dtype), math.prod(head.shape)
-        if not count:
-            return torch.empty(head.shape, dtype=dtype)
-        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).reshape(head.shape)
+        def tensor(head: TensorHead, offset: int) -> Any:
+            dtype, count = getattr(torch, head.dtype), math.prod(head.shape)
+            if not count:
+                return torch.empty(head.shape, dtype=dtype)
+            return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).reshape(head.shape)
 
-    with open(path, "wb") as file:
         try:
             torch.save({head.name: tensor(head, at) for head, at in zip(heads, offsets, strict=True)}, file)
         except RuntimeError as exc:
