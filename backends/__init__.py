@@ -1,7 +1,7 @@
 """The backends of stores, one file each, under one contract (`ckpt.storage.contract`). Opened only by
 `ckpt.storage.open`.
 
-A backend imports the base modules and the helpers of ckpt.storage: contract, names, failure, buffers, files. Start with
+A backend imports the base modules and the helpers of ckpt.storage: contract, names, failure, files. Start with
 `local`.
 """
 

@@ -46,7 +46,7 @@ from ckpt.errors import (
     TransientError,
     UsageError,
 )
-from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.contract import Buffer, ObjectInfo, PutMode, check_end, time_of_new_object_s
 from ckpt.storage.failure import connection_error, full_store_hint
 from ckpt.storage.names import PARTS_MAX, TEMPORARY_PREFIX, check_key, check_prefix, check_range, is_key, redact_url
 
@@ -157,7 +157,7 @@ class FsspecBackend:
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         check_range(start, length)
         if length == 0:
-            self._check_end(key, start + length)
+            check_end(self, key, start + length)
         return self._range(key, start, length)
 
     def head(self, key: str) -> ObjectInfo:
@@ -207,13 +207,8 @@ class FsspecBackend:
 
     def now_s(self) -> float:
         """The modification time of a new object; this machine's clock if the file system gives no times."""
-        key = f"clock/{secrets.token_hex(8)}"
-        self.put(key, [b"now"])
-        try:
-            modified_s = self.head(key).modified_s
-            return modified_s if math.isfinite(modified_s) else time.time()
-        finally:
-            self.delete([key])
+        modified_s = time_of_new_object_s(self)
+        return modified_s if math.isfinite(modified_s) else time.time()
 
     def close(self) -> None:
         """Drops the file system, and with it its connection and SFTP's thread."""
@@ -235,20 +230,15 @@ class FsspecBackend:
             raise
         except StorageError:
             # A range beyond the end raises a different error in each file system.
-            self._check_end(key, start + length)
+            check_end(self, key, start + length)
             raise
         if len(data) > length and len(data) == self.head(key).size:
             # The server does not support ranges, and sent the whole object.
             data = data[start : start + length]
         if len(data) != length:
-            self._check_end(key, start + length)
+            check_end(self, key, start + length)
             raise connection_error(self.url, f"get {key}", f"{len(data)} of {length} bytes arrived")
         return data
-
-    def _check_end(self, key: str, stop: int) -> None:
-        size = self.head(key).size
-        if stop > size:
-            raise DamagedData(f"{self.url}: {key} has {size} bytes; bytes up to {stop} were requested")
 
     def _find(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The files below the prefix, by their path below the root."""

@@ -25,10 +25,10 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -40,7 +40,7 @@ from ckpt.backends.cloud_config import other_config, s3_config
 from ckpt.backends.cloud_errors import CloudErrors, NoPath, NotPartial
 from ckpt.backends.signed_http import SignedHttp
 from ckpt.errors import DamagedData, NotFound, StorageError
-from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.contract import Buffer, ObjectInfo, PutMode, check_end, time_of_new_object_s
 from ckpt.storage.failure import check_not_cancelled, connection_error
 from ckpt.storage.names import check_key, check_prefix, check_range, is_key
 from ckpt.types import format_count
@@ -148,7 +148,7 @@ class CloudBackend:
         check_key(key)
         check_range(start, length)
         if length == 0:
-            self._check_end(key, start)
+            check_end(self, key, start)
             return b""
         if self._has_ranged_gets:
             try:
@@ -158,11 +158,11 @@ class CloudBackend:
                 self._has_ranged_gets = False
             except StorageError as exc:
                 if isinstance(exc.__cause__, BaseError) and _RANGE_BEYOND_END.search(str(exc.__cause__)):
-                    self._check_end(key, start + length)
+                    check_end(self, key, start + length)
                 raise
             else:
                 if len(data) != length:
-                    self._check_end(key, start + length)
+                    check_end(self, key, start + length)
                     raise connection_error(self.url, f"get {key}", f"{len(data)} of {length} bytes arrived")
                 return data
         return self._signed_http.get_range(key, start, length)
@@ -199,7 +199,8 @@ class CloudBackend:
                 obstore.delete(self._small_store, each)
         except NotFound:  # gs and az delete one by one, and stop at the first missing one
             for key in each:
-                self._delete_one(key)
+                with suppress(NotFound), self._errors.translate(f"delete {key}"):
+                    obstore.delete(self._small_store, key)
 
     def abort_uploads(
         self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
@@ -213,14 +214,7 @@ class CloudBackend:
     def now_s(self) -> float:
         """The Date header of a reply; if there is none, the modification time of a new object."""
         date_s = self._signed_http.date_s(self._clock_url)
-        if date_s is not None:
-            return date_s
-        key = f"clock/{secrets.token_hex(8)}"
-        self.put(key, [b"now"])
-        try:
-            return self.head(key).modified_s
-        finally:
-            self.delete([key])
+        return date_s if date_s is not None else time_of_new_object_s(self)
 
     def close(self) -> None:
         self._signed_http.close()
@@ -296,18 +290,6 @@ class CloudBackend:
         modified_s = meta["last_modified"].timestamp()
         version = (meta["e_tag"] or meta["version"] or f"{modified_s}-{meta['size']}").strip('"')
         return ObjectInfo(meta["path"], meta["size"], modified_s, version)
-
-    def _check_end(self, key: str, stop: int) -> None:
-        size = self.head(key).size
-        if stop > size:
-            raise DamagedData(f"{self.url}: {key} has {size} bytes; bytes up to {stop} were requested")
-
-    def _delete_one(self, key: str) -> None:
-        try:
-            with self._errors.translate(f"delete {key}"):
-                obstore.delete(self._small_store, key)
-        except NotFound:
-            pass
 
 
 def _await_release(views: Sequence[memoryview]) -> None:

@@ -16,6 +16,7 @@ import errno
 import functools
 import os
 import secrets
+import shutil
 import stat
 import threading
 import time
@@ -33,10 +34,9 @@ from ckpt.errors import (
     TransientError,
     UsageError,
 )
-from ckpt.storage.buffers import read_buffer
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.storage.failure import check_not_cancelled, full_store_hint
-from ckpt.storage.files import open_file, read_into
+from ckpt.storage.files import open_file, read_buffer, read_into
 from ckpt.storage.names import PARTS_MAX, TEMPORARY_PREFIX, check_key, check_prefix, check_range, is_key
 
 T = TypeVar("T")
@@ -70,7 +70,6 @@ class LocalBackend:
         cancel: threading.Event | None = None,
     ) -> None:
         path = self._path(key)
-
         check = functools.partial(check_not_cancelled, cancel, self.url, key)
 
         with self._translate_errors("write", path):
@@ -95,11 +94,9 @@ class LocalBackend:
         with self._translate_errors("read", path), self._open_file(path) as (fd, size):
             if size > size_max:
                 raise DamagedData(f"{path} has {size} bytes; at most {size_max} are expected")
-            parts = []
-            while size > 0 and (part := os.read(fd, size)):
-                parts.append(part)
-                size -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            out = bytearray(size)
+            read_into(fd, 0, memoryview(out), path)
+        return bytes(out)
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         check_range(start, length)
@@ -360,5 +357,4 @@ def _free_mib(folder: str) -> int:
     """MiB free on the disk of that folder, or of the parent that will hold it."""
     while not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize >> 20
+    return shutil.disk_usage(folder).free >> 20

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ckpt.storage.contract import Buffer
 
-WRITEV_CHUNKS_MAX = 1024  # IOV_MAX
-WRITEV_BYTES_MAX = 8 << 20  # between two looks at `cancel`
+WRITE_BYTES_MAX = 8 << 20  # between two looks at `cancel`
 DIRECT_BYTES_MIN = 4 << 20
 DIRECT_BUFFER_BYTES = 2 << 20  # one huge page: aligned for any block size
 BLOCK_BYTES = 4096
@@ -37,27 +36,12 @@ def write_chunks(fd: int, chunks: Sequence[Buffer], check: Callable[[], None]) -
 
 
 def _write_cached(fd: int, views: list[memoryview], check: Callable[[], None]) -> None:
-    """Writes the views without joining them. The kernel may write less than it is given. Consumes `views`."""
-    first = 0
-    while first < len(views):
-        check()
-        done = os.writev(fd, _limit_views(views[first : first + WRITEV_CHUNKS_MAX], WRITEV_BYTES_MAX))
-        while first < len(views) and done >= len(views[first]):
-            done -= len(views[first])
-            first += 1
-        if done:
-            views[first] = views[first][done:]
-
-
-def _limit_views(views: Sequence[memoryview], left: int) -> list[memoryview]:
-    """The first `left` bytes of the views."""
-    taken = []
+    """Writes the views without joining them."""
     for view in views:
-        taken.append(view[:left])
-        left -= len(taken[-1])
-        if not left:
-            break
-    return taken
+        for start in range(0, len(view), WRITE_BYTES_MAX):
+            check()
+            part = view[start : start + WRITE_BYTES_MAX]
+            _write_all(fd, part, len(part))
 
 
 def _write_direct(fd: int, views: Sequence[memoryview], check: Callable[[], None]) -> None:
@@ -82,6 +66,7 @@ def _write_direct(fd: int, views: Sequence[memoryview], check: Callable[[], None
 
 
 def _write_all(fd: int, buffer: memoryview, count: int) -> int:
+    """Writes the first `count` bytes. The kernel may write less than it is given."""
     done = 0
     while done < count:
         with buffer[done:count] as rest:

@@ -12,21 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.errors import AlreadyExists, DamagedData, NotFound
-from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.contract import Buffer, ObjectInfo, PutMode, check_end
 from ckpt.storage.names import check_key, check_prefix, check_range, is_key
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
-    data: bytes
-    info: ObjectInfo
 
 
 @dataclass(slots=True)
 class _Store:
     """The content of one name, shared by all that opened it. `lock` guards both fields."""
 
-    objects: dict[str, _Object] = field(default_factory=dict)
+    objects: dict[str, tuple[bytes, ObjectInfo]] = field(default_factory=dict)
     puts: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -61,30 +55,27 @@ class MemoryBackend:
                 raise AlreadyExists(f"{self.url}: {key} exists already")
             self._store.puts += 1
             info = ObjectInfo(key, len(data), time.time(), str(self._store.puts))
-            self._store.objects[key] = _Object(data, info)
+            self._store.objects[key] = data, info
 
     def get(self, key: str, size_max: int) -> bytes:
-        found = self._object(key)
-        if len(found.data) > size_max:
-            raise DamagedData(f"{self.url}: {key} has {len(found.data)} bytes; at most {size_max} are expected")
-        return found.data
+        data, _ = self._object(key)
+        if len(data) > size_max:
+            raise DamagedData(f"{self.url}: {key} has {len(data)} bytes; at most {size_max} are expected")
+        return data
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         check_range(start, length)
-        found = self._object(key)
-        if start + length > len(found.data):
-            raise DamagedData(
-                f"{self.url}: {key} has {len(found.data)} bytes; bytes {start} to {start + length} were requested"
-            )
-        return memoryview(found.data)[start : start + length]
+        check_end(self, key, start + length)
+        data, _ = self._object(key)
+        return memoryview(data)[start : start + length]
 
     def head(self, key: str) -> ObjectInfo:
-        return self._object(key).info
+        return self._object(key)[1]
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
         with self._store.lock:
-            found = [each.info for key, each in self._store.objects.items() if key.startswith(prefix) and is_key(key)]
+            found = [info for key, (_, info) in self._store.objects.items() if key.startswith(prefix) and is_key(key)]
         yield from sorted(found, key=lambda info: info.key)
 
     def folders(self, prefix: str) -> Sequence[str]:
@@ -107,7 +98,7 @@ class MemoryBackend:
     def close(self) -> None:
         pass
 
-    def _object(self, key: str) -> _Object:
+    def _object(self, key: str) -> tuple[bytes, ObjectInfo]:
         with self._store.lock:
             found = self._store.objects.get(check_key(key))
         if found is None:

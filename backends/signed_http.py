@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckpt.errors import CkptError, DamagedData, StorageError
-from ckpt.storage.buffers import read_buffer
 from ckpt.storage.failure import connection_error
+from ckpt.storage.files import read_buffer
 
 IDLE_MAX = 32
 ERROR_BYTES_MAX = 64 << 10

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "preemption": BASE,
     "predict": BASE,
     # And its helpers.
-    "backends": BASE | {f"storage.{name}" for name in ("contract", "names", "failure", "buffers", "files")},
+    "backends": BASE | {f"storage.{name}" for name in ("contract", "names", "failure", "files")},
     "store": BELOW_STORE,
     "ipc": BELOW_IPC,
     **{f"agent.{name}": BELOW_IPC | {"ipc"} | below(AGENT, "agent", name) for name in AGENT},

@@ -6,14 +6,15 @@ import itertools
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import UsageError
 from ckpt.format.columns import ColumnReader, ColumnWriter, Ints
-from ckpt.types import DTYPE_CODE, DTYPES, ITEMSIZE, Box
+from ckpt.format.manifest import TensorSpec
+from ckpt.layout.layout import Array, Entry
+from ckpt.types import DTYPE_CODE, DTYPES, FRAME_BYTES_MAX, ITEMSIZE, Box
 
 TENSORS_MAX = 1 << 18
 BOXES_MAX = 1 << 21  # 1,000 tensors, each sharded over 2,048 ranks
@@ -23,19 +24,6 @@ BYTES_MAX = 1 << 60  # of one tensor
 
 UInts = npt.NDArray[np.uint64]
 ITEMSIZES = np.array([ITEMSIZE[name] for name in DTYPES], np.int64)
-
-
-class TensorLike(Protocol):
-    """What `write_tensors` needs of a tensor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def owner(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +94,7 @@ class BoxColumns:
         return list(map(Box, self.offsets.tuples(), self.shapes.tuples()))
 
 
-def write_tensors(out: ColumnWriter, tensors: Sequence[TensorLike]) -> None:
+def write_tensors(out: ColumnWriter, tensors: Sequence[TensorSpec | Entry]) -> None:
     """Writes tensors as sections. Errors: UsageError if a reader would refuse them."""
     check_count("tensors", len(tensors), TENSORS_MAX)
     check_count("dimensions in one tensor", max((len(tensor.shape) for tensor in tensors), default=0), NDIM_MAX)
@@ -191,6 +179,16 @@ def _random(x: UInts, seed: np.uint64) -> UInts:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) % _PRIME
+
+
+def check_frames(source: ColumnReader, frames: Array) -> None:
+    """Checks dtypes and lengths. `frames`: array of FRAME or of STAGED_FRAME. Errors: DamagedData."""
+    if not len(frames):
+        return
+    if frames["dtype"].max() >= len(DTYPES):
+        raise source.damaged(f"a frame has dtype {frames['dtype'].max()}, which this ckpt does not know")
+    if frames["length"].min() == 0 or frames["length"].max() > FRAME_BYTES_MAX:
+        raise source.damaged(f"a frame is empty or has more than {FRAME_BYTES_MAX} bytes")
 
 
 def check_count(what: str, count: int, count_max: int) -> None:

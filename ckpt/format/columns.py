@@ -56,22 +56,12 @@ class ColumnKind(enum.IntEnum):
     SHARE = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Caps:
-    """The size limits of one kind. `stored_bytes`: of the whole file. `raw_bytes`: of all sections together,
-    decompressed."""
-
-    stored_bytes: int
-    raw_bytes: int
+RAW_BYTES_MAX = 128 << 20  # of all sections of a file together, decompressed
 
 
-CAPS = {
-    ColumnKind.RECORD: Caps(16 << 20, 128 << 20),
-    ColumnKind.MANIFEST: Caps(64 << 20, 128 << 20),
-    ColumnKind.DECLARATION: Caps(64 << 20, 128 << 20),
-    ColumnKind.LAYOUT: Caps(64 << 20, 128 << 20),
-    ColumnKind.SHARE: Caps(64 << 20, 128 << 20),
-}
+def stored_bytes_max(kind: ColumnKind) -> int:
+    """The largest size of a whole file."""
+    return 16 << 20 if kind is ColumnKind.RECORD else 64 << 20
 
 
 class ColumnWriter:
@@ -121,11 +111,11 @@ class ColumnWriter:
             entry["coding"], entry["count"], entry["stored"] = coding, len(values), stored
         head = HEADER.pack(MAGIC, VERSION, self._kind, 0, len(self._sections))
         body = b"".join([head, directory.tobytes(), *parts])
-        caps = CAPS[self._kind]
-        if len(body) + HASH_BYTES > caps.stored_bytes or raw_bytes > caps.raw_bytes:
+        stored_max = stored_bytes_max(self._kind)
+        if len(body) + HASH_BYTES > stored_max or raw_bytes > RAW_BYTES_MAX:
             raise UsageError(
                 f"the {self._kind.name.lower()} of this state has {len(body)} bytes ({raw_bytes} before compression); "
-                f"at most {caps.stored_bytes} ({caps.raw_bytes}) are allowed. Reduce the number of tensors in the state"
+                f"at most {stored_max} ({RAW_BYTES_MAX}) are allowed. Reduce the number of tensors in the state"
             )
         return body + xxhash.xxh3_128_digest(body)
 
@@ -139,9 +129,8 @@ class ColumnReader:
         self._sections = dict(self._parse(kind, memoryview(data)))
 
     def _parse(self, kind: ColumnKind, data: memoryview) -> Iterable[tuple[str, _Section]]:
-        caps = CAPS[kind]
-        if data.nbytes > caps.stored_bytes:
-            raise self.damaged(f"it has {data.nbytes} bytes; at most {caps.stored_bytes} are allowed")
+        if data.nbytes > (stored_max := stored_bytes_max(kind)):
+            raise self.damaged(f"it has {data.nbytes} bytes; at most {stored_max} are allowed")
         if data.nbytes < HEADER.size or bytes(data[: len(MAGIC)]) != MAGIC:
             raise self.damaged(f"it is not a file of ckpt (it begins with {bytes(data[:8])!r})")
         _, version, found, zero, count = HEADER.unpack_from(data)
@@ -159,7 +148,7 @@ class ColumnReader:
         start = HEADER.size + count * SECTION.itemsize
         if count > SECTIONS_MAX or start > data.nbytes - HASH_BYTES:
             raise self.damaged(f"its directory of {count} sections does not fit into it")
-        raw_left = caps.raw_bytes
+        raw_left = RAW_BYTES_MAX
         seen: set[str] = set()
         for name, kind_of, coding, elements, stored in np.frombuffer(data, SECTION, count, HEADER.size).tolist():
             section = _Section(_ascii(name), _ascii(kind_of), coding, elements, data[start : start + stored])
@@ -171,7 +160,7 @@ class ColumnReader:
             seen.add(section.name)
             raw_left -= elements * section.itemsize
             if raw_left < 0:
-                raise self.damaged(f"it has more than {caps.raw_bytes} bytes when decompressed")
+                raise self.damaged(f"it has more than {RAW_BYTES_MAX} bytes when decompressed")
             if coding == RAW and stored != elements * section.itemsize:
                 raise self.damaged(f"section {section.name!r} holds {stored} bytes for {elements} elements")
             start += stored

@@ -15,6 +15,7 @@ from ckpt.format.boxes import (
     BoxColumns,
     Ragged,
     TensorColumns,
+    check_frames,
     read_boxes,
     read_tensors,
     write_boxes,
@@ -22,7 +23,7 @@ from ckpt.format.boxes import (
 )
 from ckpt.format.columns import ColumnKind, ColumnReader, ColumnWriter, Ints
 from ckpt.layout.layout import SEGMENT, STAGED_FRAME, Array, Declaration, Entry, Layout, Part, Share, Staging
-from ckpt.types import DTYPES, FRAME_BYTES_MAX, FRAMES_MAX
+from ckpt.types import FRAMES_MAX
 
 SEGMENTS_MAX = 1 << 21
 PARTS_MAX = 1 << 20
@@ -123,12 +124,9 @@ def _read_layout(source: ColumnReader) -> tuple[Layout, TensorColumns, BoxColumn
 
 
 def _check_frames(source: ColumnReader, frames: Array, data_bytes: int) -> None:
+    check_frames(source, frames)
     if not len(frames):
         return
-    if frames["dtype"].max() >= len(DTYPES):
-        raise source.damaged(f"a frame has dtype {frames['dtype'].max()}, which this ckpt does not know")
-    if frames["length"].min() == 0 or frames["length"].max() > FRAME_BYTES_MAX:
-        raise source.damaged(f"a frame is empty or has more than {FRAME_BYTES_MAX} bytes")
     if frames["offset"].max() > data_bytes or (_ints(frames, "offset") + _ints(frames, "length") > data_bytes).any():
         raise source.damaged("a frame reaches out of the data region")
 

@@ -10,8 +10,7 @@ over the bits of the weights: log2(n) for all of them, and one XOR for each bit 
 if followed by zeros, which are never written or added.
 
 Recovery is addition, too. The parity minus the survivors' part is the lost members' part. So the survivors are added to
-the parity, in any order, and `solve_lost` turns the rest into the lost bytes, in place. It divides by a weight or by
-the sum of two. The division is cheap if the divisor is a product of 2 and 3, as with up to three members.
+the parity, in any order, and `solve_lost` turns the rest into the lost bytes, in place.
 
 NumPy's operations on bytes run outside the GIL, vectorised, as fast as on words, at any alignment. All work is done in
 blocks that stay in the cache, in the buffers of a `ParityScratch`.
@@ -49,11 +48,6 @@ class ParityScratch:
     def __init__(self) -> None:
         self.sum = np.empty(BLOCK_BYTES, np.uint8)
         self.carry = np.empty(BLOCK_BYTES, np.uint8)
-
-    def whole_words(self, length: int) -> tuple[Bytes, Bytes]:
-        """The first `length` bytes of `sum` and `carry`, rounded up to a multiple of 8."""
-        length = -(-length // 8) * 8
-        return self.sum[:length], self.carry[:length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,57 +184,10 @@ def _weighted_sum(parts: Sequence[Bytes], factors: Sequence[int], length: int, s
 
 
 def _divide(data: Bytes, divisor: int, scratch: ParityScratch) -> None:
-    """Divides in place. A divisor is the sum of two weights, and small. So its factors x and x + 1 are divided out one
-    by one, which is faster than a product with an inverse (mostly of degree 7). The inverse is used for what remains.
-    """
-    halves = (divisor & -divisor).bit_length() - 1
-    rest, thirds = divisor >> halves, 0
-    # x + 1 divides exactly the polynomials with an even number of terms.
-    while rest.bit_count() % 2 == 0:
-        rest, thirds = _without_x_plus_1(rest), thirds + 1
+    """Divides in place."""
     if divisor == 1:
         return
+    factor = inverse(divisor)
     for start in range(0, len(data), BLOCK_BYTES):
         block = data[start : start + BLOCK_BYTES]
-        found = _weighted_sum([block], [1 if rest == 1 else inverse(rest)], len(block), scratch)
-        for _ in range(halves):
-            _halve(len(block), scratch)
-        for _ in range(thirds):
-            _divide_x_plus_1(len(block), scratch)
-        np.copyto(block, found)
-
-
-def _without_x_plus_1(a: int) -> int:
-    """a / (x + 1), as polynomials over GF(2)."""
-    found = 0
-    while a:
-        top = a.bit_length() - 2
-        found ^= 1 << top
-        a ^= 3 << top
-    return found
-
-
-def _halve(length: int, scratch: ParityScratch) -> None:
-    """Divides the bytes in `scratch.sum` by x: shifts right, and adds 1 / x = 0x8e where a 1 is shifted out."""
-    found, carry = scratch.whole_words(length)
-    words = found.view(np.uint64)
-    np.bitwise_and(found, 1, out=carry)
-    np.multiply(carry, np.uint8(0x8E), out=carry)
-    np.right_shift(words, np.uint64(1), out=words)
-    np.bitwise_and(found, 0x7F, out=found)
-    np.bitwise_xor(found, carry, out=found)
-
-
-def _divide_x_plus_1(length: int, scratch: ParityScratch) -> None:
-    """Divides the bytes b in `scratch.sum` by x + 1: finds y with y ^ 2 y = b. Without the reduction, bit i of y is the
-    sum of the bits 0 .. i of b. The reduction adds 0x1d where bit 7 of y is set. The running sums of 0x1d are 0x0b,
-    whose bit 7 is not set; so bit 7 of y is that of b's running sums."""
-    found, carry = scratch.whole_words(length)
-    words, shifted = found.view(np.uint64), carry.view(np.uint64)
-    for bits, kept in ((1, 0xFE), (2, 0xFC), (4, 0xF0)):
-        np.left_shift(words, np.uint64(bits), out=shifted)
-        np.bitwise_and(carry, kept, out=carry)
-        np.bitwise_xor(found, carry, out=found)
-    np.less(found.view(np.int8), 0, out=carry.view(np.bool_))
-    np.multiply(carry, np.uint8(0x0B), out=carry)
-    np.bitwise_xor(found, carry, out=found)
+        np.copyto(block, _weighted_sum([block], [factor], len(block), scratch))

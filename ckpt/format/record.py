@@ -21,6 +21,7 @@ from ckpt.format.boxes import (
     BoxColumns,
     TensorColumns,
     check_count,
+    check_frames,
     is_covered_once,
     read_boxes,
     read_count,
@@ -28,7 +29,7 @@ from ckpt.format.boxes import (
     write_boxes,
     write_tensors,
 )
-from ckpt.format.columns import CAPS, ColumnKind, ColumnReader, ColumnWriter
+from ckpt.format.columns import ColumnKind, ColumnReader, ColumnWriter, stored_bytes_max
 from ckpt.format.manifest import (
     EXTENT,
     FRAME,
@@ -43,9 +44,9 @@ from ckpt.format.manifest import (
 )
 from ckpt.gc_pause import pause_gc
 from ckpt.layout.layout import Array
-from ckpt.types import DTYPES, FRAME_BYTES_MAX, FRAMES_MAX, PATH_NAME, Identity
+from ckpt.types import FRAMES_MAX, PATH_NAME, Identity
 
-RECORD_BYTES_MAX = CAPS[ColumnKind.RECORD].stored_bytes
+RECORD_BYTES_MAX = stored_bytes_max(ColumnKind.RECORD)
 EXTENTS_MAX = 1 << 21
 RANKS_MAX = 1 << 17
 PACK_BYTES_MAX = 1 << 60
@@ -127,7 +128,9 @@ def _read_manifest(source: ColumnReader) -> Manifest:
     if not is_covered_once(tensors, boxes):
         raise source.damaged("the boxes of a tensor overlap, or do not cover it")
     frames = source.struct("frames", FRAME, FRAMES_MAX)
-    _check_frames(source, frames)
+    check_frames(source, frames)
+    if (frames["length"] % ITEMSIZES[frames["dtype"]]).any():
+        raise source.damaged("a frame ends within an element")
     extents = source.struct("extents", EXTENT, EXTENTS_MAX)
     _check_extents(source, extents, frames, tensors, boxes)
     specs = _specs(source, tensors)
@@ -149,17 +152,6 @@ def _specs(source: ColumnReader, tensors: TensorColumns) -> tuple[TensorSpec, ..
         if not is_blob or (spec.name == RANK_VALUES and not spec.owner):
             raise source.damaged(f"{spec.name[:80]!r} is not a blob of values")
     return specs
-
-
-def _check_frames(source: ColumnReader, frames: Array) -> None:
-    if not len(frames):
-        return
-    if frames["dtype"].max() >= len(DTYPES):
-        raise source.damaged(f"a frame has dtype {frames['dtype'].max()}, which this ckpt does not know")
-    if frames["length"].min() == 0 or frames["length"].max() > FRAME_BYTES_MAX:
-        raise source.damaged(f"a frame is empty or has more than {FRAME_BYTES_MAX} bytes")
-    if (frames["length"] % ITEMSIZES[frames["dtype"]]).any():
-        raise source.damaged("a frame ends within an element")
 
 
 def _check_extents(

@@ -1,17 +1,15 @@
 """The .safetensors file format: 8 bytes little-endian length, a JSON header, the tensors' bytes without gaps.
 
-The writer takes tensors in any order and in pieces, so it needs no memory beyond the caller's piece. The reader maps
-the file. Source of the format: https://github.com/huggingface/safetensors (README, "Format").
+Source of the format: https://github.com/huggingface/safetensors (README, "Format").
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -46,66 +44,6 @@ class TensorHead:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
-
-
-class SafetensorsWriter:
-    """A writer of one file with the given tensors: call `write` for pieces in any order, then leave the `with` block.
-
-    The file has its full size from the start. It is complete, and on disk, when `close` has returned. It is removed if
-    the block is left by an exception, or before every byte was written.
-
-    Errors: UsageError for a dtype that the format lacks, a repeated name, or a piece beyond its tensor; OSError."""
-
-    def __init__(
-        self, path: str | os.PathLike[str], tensors: Sequence[TensorHead], metadata: Mapping[str, str] | None = None
-    ) -> None:
-        header, self._spans = _header(tensors, metadata or {})
-        self._unwritten_bytes = sum(stop - start for start, stop in self._spans.values())
-        self.path = Path(path)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        with self._remove_on_error():
-            _write_all(self._file, header, 0)
-            os.ftruncate(self._file, len(header) + self._unwritten_bytes)
-
-    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Writes bytes [offset, offset + len(data)) of that tensor, row-major. Write every byte exactly once."""
-        start, stop = self._spans[name]
-        piece = memoryview(data).cast("B")
-        if offset < 0 or start + offset + len(piece) > stop:
-            raise UsageError(f"{len(piece)} bytes at {offset} do not lie within the {stop - start} bytes of {name!r}")
-        _write_all(self._file, piece, start + offset)
-        self._unwritten_bytes -= len(piece)
-
-    def close(self) -> None:
-        with self._remove_on_error():
-            if self._unwritten_bytes:
-                raise UsageError(
-                    f"{self.path}: each byte of its tensors must be written once (unwritten: {self._unwritten_bytes})"
-                )
-            os.fsync(self._file)
-        os.close(self._file)
-
-    def abandon(self) -> None:
-        """Closes and removes the file."""
-        os.close(self._file)
-        self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
-
-    @contextlib.contextmanager
-    def _remove_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
 
 
 class SafetensorsReader:
@@ -148,17 +86,17 @@ class SafetensorsReader:
         return DamagedData(f"{self.path}: {message}")
 
 
-def check_heads(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> None:
-    """Checks that SafetensorsWriter can write these tensors. Errors: UsageError if it cannot."""
-    _header(tensors, metadata)
+def file_order(tensor: TensorHead) -> tuple[int, str]:
+    """The key that sorts tensors as a file holds them: wide dtypes come first, so that all are aligned."""
+    return -ITEMSIZE[tensor.dtype], tensor.name
 
 
-def _header(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The file up to its data, and each tensor's span in the file. Wide dtypes come first, so that all are aligned."""
+def encode_header(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> bytes:
+    """A file up to its data. The bytes of the tensors follow, row-major, in the order of `tensors` (see `file_order`).
+    Errors: UsageError for a dtype that the format lacks, or a repeated name."""
     head: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-    spans: dict[str, tuple[int, int]] = {}
     at = 0
-    for tensor in sorted(tensors, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.name)):
+    for tensor in tensors:
         name = DTYPE_NAMES.get(tensor.dtype)
         if name is None:
             raise UsageError(
@@ -175,7 +113,6 @@ def _header(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> tuple
                 )
             shape[-1] *= 2
         head[tensor.name] = {"dtype": name, "shape": shape, "data_offsets": [at, at + tensor.bytes]}
-        spans[tensor.name] = (at, at + tensor.bytes)
         at += tensor.bytes
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -183,8 +120,7 @@ def _header(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> tuple
         raise UsageError(
             f"the header has {len(text)} bytes; .safetensors allows {HEADER_BYTES_MAX}: write several files"
         )
-    start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {key: (a + start, b + start) for key, (a, b) in spans.items()}
+    return len(text).to_bytes(8, "little") + text
 
 
 def _parse(text: bytes, damaged: Any) -> dict[str, Any]:
@@ -238,10 +174,3 @@ def _check_header(
     if at != data_bytes:
         raise damaged(f"{data_bytes - at} bytes at its end belong to no tensor")
     return metadata, tensors, spans
-
-
-def _write_all(file: int, data: bytes | memoryview, at: int) -> None:
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(file, left, at)
-        left, at = left[written:], at + written

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -50,16 +51,13 @@ class Constants:
         self.parts = {id(part): _Constant(part) for part in parts}
 
 
+@dataclass(slots=True)
 class _Constant:
-    """One constant part. `items`: its number of elements, as `_count` counts."""
+    """One constant part. `data`: its encoding; empty until it is met. `items`: its elements, as `_count` counts."""
 
-    __slots__ = "data", "items", "value"
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        # Empty until the part is met.
-        self.data = b""
-        self.items = 0
+    value: Any
+    data: bytes = b""
+    items: int = 0
 
 
 class Refused:

@@ -9,11 +9,13 @@ whether a retry can help (TransientError) or not. A backend does not retry: only
 from __future__ import annotations
 
 import enum
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckpt.errors import DamagedData
 from ckpt.storage.names import is_key
 
 Buffer = bytes | bytearray | memoryview
@@ -106,3 +108,20 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def check_end(backend: Backend, key: str, stop: int) -> None:
+    """For the backends. Errors: DamagedData if the object ends before byte `stop`; NotFound."""
+    size = backend.head(key).size
+    if stop > size:
+        raise DamagedData(f"{backend.url}: {key} has {size} bytes; bytes up to {stop} were requested")
+
+
+def time_of_new_object_s(backend: Backend) -> float:
+    """For the backends: the modification time of an object that is put now, and deleted."""
+    key = f"clock/{secrets.token_hex(8)}"
+    backend.put(key, [b"now"])
+    try:
+        return backend.head(key).modified_s
+    finally:
+        backend.delete([key])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 
+import psutil
+
 # FUSE leaves caching to the program behind it, such as sshfs or rclone. NFS is not listed here: its client asks the
 # server again about a folder that is opened (backends/local.py), unless it is mounted with nocto.
 LATE_TYPES = re.compile(r"fuse\..*|cifs|smb3")
@@ -33,23 +35,18 @@ def late_listing_cause(url: str) -> str | None:
 
 
 def _folder_cause(path: str) -> str | None:
-    kind, options = _mount_of(os.path.realpath(path))
-    if LATE_TYPES.fullmatch(kind) or (kind in NFS_TYPES and "nocto" in options):
-        return f"a mount of type {kind}"
-    return None
-
-
-def _mount_of(path: str) -> tuple[str, list[str]]:
-    """Type and options of the mount that holds the path; ("", []) if the kernel does not say."""
-    found, longest = ("", [""]), -1
+    path = os.path.realpath(path)
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-            for line in lines:
-                before, _, after = line.partition(" - ")
-                point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
-                if len(point) >= longest and os.path.commonpath([path, point]) == point:
-                    kind, _, options = after.split()[:3]
-                    found, longest = (kind, options.split(",")), len(point)
-    except (OSError, ValueError, IndexError):
-        pass  # another kernel, or none
-    return found
+        mounts = [each for each in psutil.disk_partitions(all=True) if _lies_in(path, each.mountpoint)]
+    except OSError:  # another kernel
+        return None
+    # Of two mounts at one place the later one shows.
+    mount = max(reversed(mounts), key=lambda each: len(each.mountpoint), default=None)
+    if mount is None:
+        return None
+    is_late_nfs = mount.fstype in NFS_TYPES and "nocto" in mount.opts.split(",")
+    return f"a mount of type {mount.fstype}" if is_late_nfs or LATE_TYPES.fullmatch(mount.fstype) else None
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    return os.path.isabs(folder) and os.path.commonpath([path, folder]) == folder

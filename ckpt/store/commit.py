@@ -165,7 +165,6 @@ class Committer:
             except Superseded:
                 raise
             except Exception as exc:
-                _clear_tracebacks(exc)
                 raise SaveFailed(f"{identity}: {exc}") from exc
             finally:
                 if elsewhere is not None:

@@ -44,7 +44,6 @@ class DcpFolder:
     """What a DCP folder holds. `chunks`: each part of a tensor, with its place. `values`: the place of each other item,
     by name. `mappings`: the planner's: the path in the nested state of each name."""
 
-    path: Path
     chunks: tuple[tuple[DraftBox, Place], ...]
     values: Mapping[str, Place]
     mappings: Mapping[str, tuple[str | int, ...]]
@@ -148,7 +147,7 @@ def _parse(folder: Path, tree: Any) -> DcpFolder:
             place = places[name, box.offset]
             _check_place(place, name, sizes)
             chunks.append((box, place))
-    return DcpFolder(folder, tuple(chunks), values, _mappings(state.get("planner_data")))
+    return DcpFolder(tuple(chunks), values, _mappings(state.get("planner_data")))
 
 
 def _made(value: Any, name: str) -> dict[str, Any]:

@@ -16,10 +16,11 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ class Draft:
         layout, order = _make_layout(boxes)
         share = tuple(Part(*at, 0, boxes[i].bytes) for at, i in order.items())
         staging = stage(layout, share, self.frame_bytes)
-        contents = _Contents(layout, staging, order, boxes, read)
+        contents = _frames(staging, order, boxes, read)
         hashes = np.zeros((len(staging.frames), 2), np.uint64)
         places: Array = np.zeros(len(staging.frames), PLACE)
         packs: list[tuple[str, int]] = []
@@ -138,7 +139,7 @@ class Draft:
         with closing(open_store(self.url, settings=read_settings())) as backend:
             committer = Committer(backend, writer, self.codec)
             for batch in split_by_bytes(staging.frames["length"].tolist(), BATCH_BYTES):
-                raw = [contents.frame(number) for number in range(batch.start, batch.stop)]
+                raw = list(islice(contents, batch.stop - batch.start))
                 hashes[batch] = [frame_hash(each) for each in raw]
                 frames: Array = np.zeros(len(raw), FRAME)
                 for field in ("length", "dtype"):
@@ -231,45 +232,34 @@ def _make_layout(boxes: Sequence[DraftBox]) -> tuple[Layout, dict[tuple[int, int
     return Layout(tuple(entries)), order
 
 
-class _Contents:
-    """The bytes of the frames, made of boxes that are read when the first frame needs them."""
+def _frames(
+    staging: Staging, order: Mapping[tuple[int, int], int], boxes: Sequence[DraftBox], read: Callable[[int], Any]
+) -> Iterator[memoryview]:
+    """The bytes of each frame, in order. A box is read when the first frame needs it, and let go after the last one."""
+    segments: dict[int, list[tuple[int, int, int]]] = {}
+    for entry, box, start, length, _, frame in staging.segments.tolist():
+        segments.setdefault(frame, []).append((order[entry, box], start, length))
+    uses = Counter(index for found in segments.values() for index, _, _ in found)
+    held: dict[int, memoryview] = {}
+    for number in range(len(staging.frames)):
+        parts = []
+        for index, start, length in segments.pop(number):
+            if index not in held:
+                held[index] = _checked(boxes[index], read(index))
+            parts.append(held[index][start : start + length])
+            uses[index] -= 1
+            if not uses[index]:
+                del held[index]
+        yield parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
-    def __init__(
-        self,
-        layout: Layout,
-        staging: Staging,
-        order: Mapping[tuple[int, int], int],
-        boxes: Sequence[DraftBox],
-        read: Callable[[int], Any],
-    ) -> None:
-        self._order, self._boxes, self._read = order, boxes, read
-        self._segments: dict[int, list[tuple[int, int, int]]] = {}
-        for entry, box, start, length, _, frame in staging.segments.tolist():
-            self._segments.setdefault(frame, []).append((order[entry, box], start, length))
-        self._uses = Counter(index for found in self._segments.values() for index, _, _ in found)
-        self._held: dict[int, memoryview] = {}
 
-    def frame(self, number: int) -> memoryview:
-        """The bytes of the frame. Each frame is asked for once, in order."""
-        found = [self._slice(*segment) for segment in self._segments.pop(number)]
-        return found[0] if len(found) == 1 else memoryview(b"".join(found))
-
-    def _slice(self, index: int, start: int, length: int) -> memoryview:
-        if index not in self._held:
-            self._held[index] = self._open(index)
-        view = self._held[index][start : start + length]
-        self._uses[index] -= 1
-        if not self._uses[index]:
-            del self._held[index]
-        return view
-
-    def _open(self, index: int) -> memoryview:
-        box, view = self._boxes[index], memoryview(self._read(index))
-        if not view.c_contiguous or view.nbytes != box.bytes:
-            raise UsageError(
-                f"{box.name}: a box of {list(box.size)} has {box.bytes} contiguous bytes, but {view.nbytes} were given"
-            )
-        return view.cast("B")
+def _checked(box: DraftBox, data: Any) -> memoryview:
+    view = memoryview(data)
+    if not view.c_contiguous or view.nbytes != box.bytes:
+        raise UsageError(
+            f"{box.name}: a box of {list(box.size)} has {box.bytes} contiguous bytes, but {view.nbytes} were given"
+        )
+    return view.cast("B")
 
 
 class _Stored:

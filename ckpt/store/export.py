@@ -14,19 +14,19 @@ import mmap
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import iglob
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from ckpt.errors import StorageError, UsageError
 from ckpt.format.manifest import TensorSpec
-from ckpt.format.safetensors import SafetensorsReader, SafetensorsWriter, TensorHead, check_heads
-from ckpt.layout.reshard import Want
+from ckpt.format.safetensors import SafetensorsReader, TensorHead, encode_header, file_order
 from ckpt.policy.export_rule import compile_names
 from ckpt.store.dtypes import FLOATS, TARGET_DTYPES, convert_floats
 from ckpt.store.reader import FrameReader
@@ -90,26 +90,32 @@ def export(
     check_globs(only, [*chosen, *tensors.rank_copies], str(reader.record.identity))
     if not chosen:
         raise UsageError(f"{reader.record.identity} has no tensors")
-    short, specs = _rename(list(chosen), strip, names), list(chosen.values())
-    new_names = {exported_name(spec): short[name] for name, spec in chosen.items()}
-    heads = [TensorHead(new_names[exported_name(s)], _target_dtype(s.dtype, dtype), s.shape) for s in specs]
+    short = _rename(list(chosen), strip, names)
+    pairs = [(TensorHead(short[name], _target_dtype(s.dtype, dtype), s.shape), s) for name, s in chosen.items()]
+    total = sum(head.bytes for head, _ in pairs)
+    # A tensor larger than a shard gets a file of its own.
+    batches = split_by_bytes((head.bytes for head, _ in pairs), shard_bytes if format == "sharded" else total)
+    shards = [pairs[batch] for batch in batches]
+    if format != "torch":
+        for shard in shards:
+            shard.sort(key=lambda pair: file_order(pair[0]))
+    slabs = _slabs(reader, [spec for shard in shards for _, spec in shard], dtype, progress)
+    heads = [[head for head, _ in shard] for shard in shards]
     metadata = {"format": "pt", "ckpt": str(reader.record.identity)}
     with temporary_path(path) as temporary:
         if format == "torch":
-            sink: _Sink = _TorchFile(temporary, heads)
+            _write_torch(temporary, heads[0], slabs)
         elif format == "sharded":
-            sink = _Folder(temporary, heads, shard_bytes, metadata)
+            _write_folder(temporary, heads, metadata, slabs)
         elif format == "adapter":
             temporary.mkdir()
-            sink = SafetensorsWriter(temporary / ADAPTER, heads, metadata)
+            _write_file(temporary / ADAPTER, encode_header(heads[0], metadata), heads[0], slabs)
         else:
-            sink = SafetensorsWriter(temporary, heads, metadata)
-        with sink:
-            _copy_tensors(reader, [want for spec in specs for want in slabs_of(spec)], new_names, dtype, sink, progress)
+            _write_file(temporary, encode_header(heads[0], metadata), heads[0], slabs)
         copy_companions(companions, temporary)
     files = sorted(each for each in path.rglob("*") if each.is_file()) if is_folder else [path]
     firsts = tuple(name for name in tensors.first_rank_names if name in chosen)
-    return Exported(tuple(files), len(heads), sum(head.bytes for head in heads), firsts)
+    return Exported(tuple(files), len(pairs), total, firsts)
 
 
 def choose_exported(tensors: TensorIndex, only: Sequence[str]) -> dict[str, TensorSpec]:
@@ -131,12 +137,6 @@ def is_export_of(identity: Identity, folder: Path) -> bool:
             found = reader.metadata.get("ckpt", "")
         return found.rpartition(".")[0] == str(identity).rpartition(".")[0]
     return False
-
-
-class _Sink(Protocol):
-    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None: ...
-    def __enter__(self) -> Any: ...
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
 
 def _format_of(to: str | os.PathLike[str]) -> Format:
@@ -209,146 +209,92 @@ def copy_companions(files: Mapping[str, Path], folder: Path) -> None:
         _sync(parent)
 
 
-def _copy_tensors(
+def _slabs(
     reader: FrameReader,
-    wants: Sequence[Want],
-    names: Mapping[str, str],
+    specs: Sequence[TensorSpec],
     dtype: str | None,
-    sink: _Sink,
     progress: Callable[[int, int], None] | None,
-) -> None:
-    total = sum(want.box.size for want in wants)
-    done = 0
-    at: dict[str, int] = {}
+) -> Iterator[memoryview]:
+    """The bytes of the tensors, one after the other, in slabs; none for an empty tensor."""
+    wants = [want for spec in specs for want in slabs_of(spec)]
+    total, done = sum(want.box.size for want in wants), 0
     for i, bits in stream(reader, wants):
-        want = wants[i]
-        target = _target_dtype(want.dtype, dtype)
-        if target != want.dtype:
-            bits = convert_floats(bits, want.dtype, target)
-        name = names[exported_name(want)]
-        sink.write(name, bits.reshape(-1).view(np.uint8).data, at.get(name, 0))
-        at[name] = at.get(name, 0) + bits.nbytes
-        done += want.box.size
+        own = wants[i].dtype
+        target = _target_dtype(own, dtype)
+        converted = bits if target == own else convert_floats(bits, own, target)
+        done += wants[i].box.size
         if progress is not None:
             progress(done, total)
+        yield converted.reshape(-1).view(np.uint8).data
 
 
-class _Folder:
-    """A folder of several .safetensors files, and the index that maps each tensor to its file. Tensors must come in the
-    order of `heads`. So only one file is open at a time: there may be more files than a process may open."""
-
-    def __init__(self, folder: Path, heads: Sequence[TensorHead], shard_bytes: int, metadata: dict[str, str]) -> None:
-        # A tensor larger than a shard gets a file of its own.
-        self._shards = [heads[batch] for batch in split_by_bytes((head.bytes for head in heads), shard_bytes)]
-        for shard in self._shards:
-            # Checked before anything is read.
-            check_heads(shard, metadata)
-        folder.mkdir()
-        self._folder = folder
-        self._metadata = metadata
-        self._shard_by_tensor: dict[str, int] = {head.name: i for i, shard in enumerate(self._shards) for head in shard}
-        self._file_names = [
-            f"model-{i + 1:05d}-of-{len(self._shards):05d}.safetensors" for i in range(len(self._shards))
-        ]
-        self._bytes = sum(head.bytes for head in heads)
-        self._shards_begun = 0
-        # The last file that was begun.
-        self._file: SafetensorsWriter | None = None
-
-    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        self._open_shard(self._shard_by_tensor[name]).write(name, data, offset)
-
-    def _open_shard(self, number: int) -> SafetensorsWriter:
-        """The file of that number. All files before it are finished."""
-        while self._file is None or self._shards_begun <= number:
-            self._close_file()
-            path, shard = self._folder / self._file_names[self._shards_begun], self._shards[self._shards_begun]
-            self._file = SafetensorsWriter(path, shard, self._metadata)
-            self._shards_begun += 1
-        return self._file
-
-    def _close_file(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-    def __enter__(self) -> _Folder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            if self._file is not None:
-                self._file.abandon()
-            return
-        self._open_shard(len(self._shards) - 1)
-        self._close_file()
-        weight_map = {name: self._file_names[i] for name, i in sorted(self._shard_by_tensor.items())}
-        index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
-        with open(self._folder / INDEX, "w") as out:
-            json.dump(index, out, indent=2)
-            out.flush()
-            os.fsync(out.fileno())
-        _sync(self._folder)
+def _slabs_of_next(head: TensorHead, slabs: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The slabs of the next tensor."""
+    at = 0
+    while at < head.bytes:
+        slab = next(slabs)
+        yield slab
+        at += len(slab)
 
 
-class _TorchFile:
-    """A file in torch's own format, which only torch can write. The tensors are collected in a mapped file beside it,
-    so torch.save reads them from there and not from memory."""
-
-    def __init__(self, path: Path, heads: Sequence[TensorHead]) -> None:
-        self._path = path
-        self._scratch_path = path.with_name(path.name + ".tensors")
-        self._heads = heads
-        self._offsets: dict[str, int] = {}
-        end = 0
+def _write_file(path: Path, header: bytes, heads: Sequence[TensorHead], slabs: Iterator[memoryview]) -> None:
+    with open(path, "xb") as out:
+        out.write(header)
         for head in heads:
-            self._offsets[head.name] = end
-            end += -(-head.bytes // 64) * 64
-        self._size = max(end, 1)
-        self._scratch_fd = os.open(self._scratch_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            out.writelines(_slabs_of_next(head, slabs))
+        out.flush()
+        os.fsync(out.fileno())
 
-    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        left, at = memoryview(data).cast("B"), self._offsets[name] + offset
-        while len(left):
-            written = os.pwrite(self._scratch_fd, left, at)
-            left, at = left[written:], at + written
 
-    def __enter__(self) -> _TorchFile:
-        return self
+def _write_folder(
+    folder: Path, shards: Sequence[Sequence[TensorHead]], metadata: Mapping[str, str], slabs: Iterator[memoryview]
+) -> None:
+    """Writes several .safetensors files, one after the other, and the index that maps each tensor to its file."""
+    # Made before anything is read, since a dtype may be refused.
+    headers = [encode_header(heads, metadata) for heads in shards]
+    folder.mkdir()
+    weight_map: dict[str, str] = {}
+    for number, (header, heads) in enumerate(zip(headers, shards, strict=True), 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / name, header, heads, slabs)
+        weight_map.update((head.name, name) for head in heads)
+    total = sum(head.bytes for heads in shards for head in heads)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    with open(folder / INDEX, "w") as out:
+        json.dump(index, out, indent=2)
+        out.flush()
+        os.fsync(out.fileno())
+    _sync(folder)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._save()
-        finally:
-            os.close(self._scratch_fd)
-            self._scratch_path.unlink()
 
-    def _save(self) -> None:
-        import torch
+def _write_torch(path: Path, heads: Sequence[TensorHead], slabs: Iterator[memoryview]) -> None:
+    """Writes a file in torch's own format, which only torch can write. The tensors are collected in a mapped file
+    without a name, so torch.save reads them from there and not from memory."""
+    import torch
 
-        os.ftruncate(self._scratch_fd, self._size)
-        mapped = mmap.mmap(self._scratch_fd, self._size, access=mmap.ACCESS_COPY)
+    with open(path, "xb") as file, tempfile.TemporaryFile(dir=path.parent) as scratch:
+        offsets = []
+        for head in heads:
+            offsets.append(scratch.seek(-(-scratch.tell() // 64) * 64))
+            scratch.writelines(_slabs_of_next(head, slabs))
+        scratch.truncate(max(scratch.tell(), 1))
+        mapped = mmap.mmap(scratch.fileno(), 0, access=mmap.ACCESS_COPY)
 
-        def tensor(head: TensorHead) -> Any:
-            dtype = getattr(torch, head.dtype)
-            if head.bytes == 0:
+        def tensor(head: TensorHead, offset: int) -> Any:
+            dtype, count = getattr(torch, head.dtype), math.prod(head.shape)
+            if not count:
                 return torch.empty(head.shape, dtype=dtype)
-            count = math.prod(head.shape)
-            return torch.frombuffer(mapped, dtype=dtype, count=count, offset=self._offsets[head.name]).reshape(
-                head.shape
-            )
+            return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).reshape(head.shape)
 
-        with open(self._path, "wb") as file:
-            try:
-                torch.save({head.name: tensor(head) for head in self._heads}, file)
-            except RuntimeError as exc:
-                # Then the RuntimeError is about the end of a file on a full disk: the OSError says so.
-                if isinstance(exc.__context__, OSError):
-                    raise exc.__context__ from None
-                raise
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            torch.save({head.name: tensor(head, at) for head, at in zip(heads, offsets, strict=True)}, file)
+        except RuntimeError as exc:
+            # Then the RuntimeError is about the end of a file on a full disk: the OSError says so.
+            if isinstance(exc.__context__, OSError):
+                raise exc.__context__ from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -196,24 +196,21 @@ class Lineage:
         chain = self.ancestry(epoch)
         order = {each: len(chain) - i for i, (each, _) in enumerate(chain)}
         last = dict(chain)
-        best: dict[Identity, CommitRef] = {}
-        for ref in commits:
-            at = ref.identity.epoch
-            if at not in order or ref.identity in retired:
-                continue
-            fork = last[at]
-            if fork is None or ref.identity.version <= fork.version:
-                best[ref.identity] = min(ref, best.get(ref.identity, ref))
-        return sorted(best.values(), key=lambda ref: (order[ref.identity.epoch], ref.identity.version))
+
+        def is_on(identity: Identity) -> bool:
+            if identity.epoch not in last or identity in retired:
+                return False
+            fork = last[identity.epoch]
+            return fork is None or identity.version <= fork.version
+
+        found = _one_per_checkpoint(ref for ref in commits if is_on(ref.identity))
+        return sorted(found, key=lambda ref: (order[ref.identity.epoch], ref.identity.version))
 
     def branches(self, commits: Collection[CommitRef], retired: Collection[Identity]) -> list[CommitRef]:
         """The commits that are neither retired nor on the branch history, by identity; one per identity."""
         on_line = {ref.identity for ref in self.history(commits, retired)}
-        best: dict[Identity, CommitRef] = {}
-        for ref in commits:
-            if ref.identity not in on_line and ref.identity not in retired:
-                best[ref.identity] = min(ref, best.get(ref.identity, ref))
-        return sorted(best.values())
+        hidden = on_line.union(retired)
+        return _one_per_checkpoint(ref for ref in commits if ref.identity not in hidden)
 
     def overlooked_commits(
         self, epoch: Epoch, commits: Iterable[CommitRef], retired: Collection[Identity], seen: Collection[Identity]
@@ -234,11 +231,12 @@ class Lineage:
                 return identity.version > fork.version
             return identity.epoch not in chain and (ancestor is None or identity.epoch > ancestor)
 
-        best: dict[Identity, CommitRef] = {}
-        for ref in commits:
-            if is_overlooked(ref.identity):
-                best[ref.identity] = min(ref, best.get(ref.identity, ref))
-        return sorted(best.values())
+        return _one_per_checkpoint(ref for ref in commits if is_overlooked(ref.identity))
+
+
+def _one_per_checkpoint(refs: Iterable[CommitRef]) -> list[CommitRef]:
+    """By identity, the record of the lowest writer of each checkpoint."""
+    return sorted({ref.identity: ref for ref in sorted(refs, reverse=True)}.values())
 
 
 def broken_history(epoch: Epoch) -> DamagedData:

@@ -1,8 +1,7 @@
 """Writing frames into packs: how they are divided into packs, and the threads that encode and put them.
 
 One thread encodes and puts one pack; several packs are in work at once, so encoding overlaps with sending. The raw
-codec copies nothing: frames that are adjacent in memory are put as one slice. Other codecs collect the encoded frames
-in one buffer per thread, which is reused.
+codec copies nothing. Other codecs collect the encoded frames in one buffer per thread, which is reused.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ckpt.clock import Clock
 from ckpt.errors import SaveFailed
 from ckpt.format import codecs
 from ckpt.format.frames import frame_hash
-from ckpt.format.manifest import PLACE, Codec
+from ckpt.format.manifest import PLACE
 from ckpt.layout.layout import Array
 from ckpt.storage.contract import Backend, Buffer
 from ckpt.threads import Tasks
@@ -30,8 +29,6 @@ PACK_BYTES = 64 << 20
 PACKS_MAX = 512  # per owner and checkpoint; beyond it, packs grow
 PUTS_MAX = 4  # packs being put at once
 ENCODED_BYTES_MAX = 256 << 20  # memory for encoded packs (one pack is always allowed)
-# A gap for alignment between two frames in memory, up to this size, is written along rather than cut out.
-GAP_BYTES_MAX = 4096
 
 Indices = npt.NDArray[np.int64]
 
@@ -118,11 +115,7 @@ class Packs:
             bench = _Bench()
         try:
             with self._encoder_slots:
-                chunks = (
-                    self._raw_chunks(number, group)
-                    if self._codec == "raw"
-                    else self._encoded_chunks(number, group, bench)
-                )
+                chunks = self._chunks(number, group, bench)
             size = sum(memoryview(chunk).nbytes for chunk in chunks)
             self._rate_limit.await_budget(size, self._check_stopped)
             self._check_stopped()
@@ -134,27 +127,23 @@ class Packs:
         self._idle_scratch.put(bench)
         return key, size
 
-    def _raw_chunks(self, number: int, group: Indices) -> list[Buffer]:
-        """The frames' own memory. The gap for alignment between two of them is part of the slice."""
-        slices, places = _Slices(), []
-        for i in group.tolist():
-            raw = self._checked_frame(i)
-            places.append((number, slices.add(raw), raw.nbytes, Codec.RAW))
-        self._places[group] = places
-        return slices.chunks
-
-    def _encoded_chunks(self, number: int, group: Indices, bench: _Bench) -> list[Buffer]:
+    def _chunks(self, number: int, group: Indices, bench: _Bench) -> list[Buffer]:
+        """The frames' own memory for the raw codec; else one buffer of `bench`."""
         frames, at, places = self._frames[group], 0, []
-        room = bench.pack_buffer(raw_bytes_of(frames))
+        raws: list[Buffer] = []
+        room = memoryview(b"") if self._codec == "raw" else bench.pack_buffer(raw_bytes_of(frames))
         for i, dtype in zip(group.tolist(), frames["dtype"].tolist(), strict=True):
             raw = self._checked_frame(i)
             codec, data = codecs.encode(self._codec, dtype, raw, bench.scratch)
             length = memoryview(data).nbytes
-            room[at : at + length] = memoryview(data).cast("B")
+            if self._codec == "raw":
+                raws.append(raw)
+            else:
+                room[at : at + length] = memoryview(data).cast("B")
             places.append((number, at, length, codec))
             at += length
         self._places[group] = places
-        return [room[:at]]
+        return raws or [room[:at]]
 
     def _checked_frame(self, i: int) -> memoryview:
         self._check_stopped()
@@ -185,32 +174,6 @@ class _Bench:
         if len(self._buffer) < size:
             self._buffer = np.empty(size, np.uint8)
         return self._buffer.data
-
-
-class _Slices:
-    """The chunks of one pack. Frames that are adjacent in memory form one chunk."""
-
-    def __init__(self) -> None:
-        self.chunks: list[Buffer] = []
-        self._size = 0
-        # The last chunk is [start, stop) of this object.
-        self._last: tuple[object, int, int] = (None, 0, 0)
-
-    def add(self, raw: memoryview) -> int:
-        """Appends a frame. Returns its offset in the pack."""
-        whole = memoryview(raw.obj)
-        start = _address(raw) - _address(whole) if whole.c_contiguous else 0
-        stop = start + raw.nbytes
-        memory, begin, end = self._last
-        if memory is whole.obj and whole.c_contiguous and 0 <= start - end <= GAP_BYTES_MAX:
-            self.chunks[-1] = whole.cast("B")[begin:stop]
-            self._size += start - end
-        else:
-            begin = start
-            self.chunks.append(raw)
-        self._last = (whole.obj, begin, stop)
-        self._size += raw.nbytes
-        return self._size - raw.nbytes
 
 
 class PutRateLimit:
@@ -244,7 +207,3 @@ class PutRateLimit:
 
 def raw_bytes_of(frames: Array) -> int:
     return int(frames["length"].sum(dtype=np.int64))
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

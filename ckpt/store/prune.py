@@ -168,13 +168,9 @@ class Pruner:
         backend = self.run.backend
         # First delete what former tombstones allow, and what killed writers have left. A store that is full has no room
         # for another tombstone before.
-        if plan.records:
-            # Records go before packs: no record is ever seen without its packs.
-            backend.delete(plan.records)
-        if plan.packs:
-            backend.delete(plan.packs)
-        if plan.leases:
-            backend.delete(plan.leases)
+        # Records go before packs: no record is ever seen without its packs.
+        for gone in filter(None, (plan.records, plan.packs, plan.leases)):
+            backend.delete(gone)
         ended = backend.abort_uploads(self.grace_s, keys.PREFIXES, keys.is_ours)
         # A record that has landed since the plan was made is a checkpoint, whether or not its writer is alive.
         landed = {found[0] for info in backend.list(keys.COMMITS) if (found := keys.parse_record(info.key))}

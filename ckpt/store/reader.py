@@ -22,8 +22,7 @@ from ckpt.format.manifest import RANK_VALUES, VALUES, Record
 from ckpt.storage.contract import Backend
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef, broken_history
-from ckpt.store.patience import Patience
-from ckpt.store.run import Run, RunView
+from ckpt.store.run import Patience, Run, RunView
 from ckpt.threads import Tasks
 from ckpt.types import Identity, split_by_bytes
 
@@ -216,6 +215,25 @@ class FrameReader:
         self.read(held, lambda frame: None, lambda frame: memoryview(held[frame]))
         return held
 
+    def check(
+        self,
+        frames: Iterable[int],
+        checked: Callable[[int], None] = lambda frame: None,
+        failed: Callable[[int, Exception], None] | None = None,
+    ) -> None:
+        """Fetches and hashes the frames, and keeps none. Calls `checked(frame)` for each good one. Memory: one frame
+        per thread. Otherwise as `read`."""
+        lengths = self.record.manifest.frames["length"]
+        local = threading.local()
+
+        def out(frame: int) -> memoryview:
+            length = int(lengths[frame])
+            if len(getattr(local, "one", b"")) < length:
+                local.one = bytearray(length)
+            return memoryview(local.one)[:length]
+
+        self.read(frames, checked, out, failed)
+
     def _plan_gets(self, frames: Iterable[int]) -> list[_Get]:
         numbers = np.unique(np.fromiter(frames, np.int64))
         places = self.record.places[numbers]
@@ -331,14 +349,8 @@ def each_values(reader: FrameReader, held_bytes: int = HELD_BYTES_MAX) -> Iterat
         owners.setdefault(frame, []).append((spec.name, spec.owner))
     frames = sorted(owners)
     for batch in split_by_bytes(manifest.frames["length"][frames].tolist(), held_bytes):
-        yield from _decode_values(reader, frames[batch], owners)
-
-
-def _decode_values(
-    reader: FrameReader, frames: list[int], owners: dict[int, list[tuple[str, str]]]
-) -> Iterator[tuple[tuple[str, str], Any]]:
-    held = reader.read_bytes(frames)
-    for frame in frames:
-        data = bytes(held.pop(frame))
-        for key in owners[frame]:
-            yield key, values.decode(data)
+        held = reader.read_bytes(frames[batch])
+        for frame in frames[batch]:
+            data = bytes(held.pop(frame))
+            for key in owners[frame]:
+                yield key, values.decode(data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,6 @@ from ckpt.store.lineage import (
     encode_claim,
     next_epoch,
 )
-from ckpt.store.patience import Patience
 from ckpt.threads import Tasks
 from ckpt.types import Epoch, Identity
 
@@ -43,6 +43,9 @@ HEARTBEAT_S_MAX = 300.0  # the longest period of a foreign heartbeat that is wai
 _SMALL = 64 << 10
 _READERS = 16
 _LOOKS = 4  # at a foreign heartbeat, within one period
+# An attribute cache of a file system, or a gateway, shows a new object up to this late.
+LATE_S = 3.0
+PAUSE_FIRST_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,36 @@ class RunView:
         known.update(identity.epoch for identity in self.retired_at_s)
         # Claims also name ancestors, but these have smaller numbers.
         return next_epoch(known)
+
+
+class Patience:
+    """Reads a missing object again, until LATE_S after the first miss of any object. All objects share one LATE_S: if
+    one was deleted, the others are gone too, and waiting for each would take long. Thread-safe."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._deadline_s: float | None = None
+        self._lock = threading.Lock()
+
+    def retry_missing(self, read: Callable[[], T]) -> T:
+        """The result of `read`. Errors: NotFound if time is up; all other errors of `read`."""
+        pause_s = PAUSE_FIRST_S
+        while True:
+            try:
+                return read()
+            except NotFound:
+                left_s = self._remaining_s()
+                if left_s <= 0:
+                    raise
+            self._clock.sleep_s(min(pause_s, left_s))
+            pause_s *= 2
+
+    def _remaining_s(self) -> float:
+        now_s = self._clock.now_s()
+        with self._lock:
+            if self._deadline_s is None:
+                self._deadline_s = now_s + LATE_S
+            return self._deadline_s - now_s
 
 
 class Run:

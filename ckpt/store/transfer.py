@@ -24,7 +24,7 @@ from ckpt.store import keys
 from ckpt.store.lineage import CLAIM_BYTES_MAX, CommitRef
 from ckpt.store.reader import HELD_BYTES_MAX, FrameReader, missing_pack_error, use_readable_record
 from ckpt.store.run import Run, RunView, map_parallel, put_once
-from ckpt.store.verify import VerifyScratch
+from ckpt.store.verify import FramePlace, Meter, frame_places
 from ckpt.types import Epoch, Identity
 
 PACKS_MAX = 4  # copied at once
@@ -66,17 +66,17 @@ def transfer(
         )
     todo = [each for each in sorted(chosen) if each not in there.records_by_identity and each not in there.retired_at_s]
     _copy_claims(source, target, view, epochs)
-    copier = _Copier(source, target, progress)
-    copier.sum_pack_bytes([view.records_by_identity[each] for each in todo])
-    for each in todo:
-        copier.copy(view.records_by_identity[each])
+    checkpoints = [view.records_by_identity[each] for each in todo]
+    copier = _Copier(source, target, checkpoints, progress)
+    for refs in checkpoints:
+        copier.copy(refs)
     return Transferred(
         copied=tuple(todo),
         existing=tuple(each for each in sorted(chosen) if each in there.records_by_identity),
         retired=tuple(
             each for each in sorted(chosen) if each in there.retired_at_s and each not in there.records_by_identity
         ),
-        bytes=copier.put_bytes,
+        bytes=copier.meter.done,
     )
 
 
@@ -99,22 +99,23 @@ def _copy_object(source: Backend, target: Backend, key: str, size_max: int) -> N
 
 
 class _Copier:
-    """Copies one checkpoint after the other. `put_bytes`: size of the packs put so far."""
+    """Copies one checkpoint after the other. `checkpoints`: the records of each. `meter`: of the packs that are put."""
 
-    def __init__(self, source: Run, target: Run, progress: Callable[[int, int], None] | None) -> None:
-        self.put_bytes = 0
-        self._source, self._target, self._progress = source, target, progress
+    def __init__(
+        self,
+        source: Run,
+        target: Run,
+        checkpoints: Sequence[Sequence[CommitRef]],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._source, self._target = source, target
         self._target_sizes = {info.key: info.size for info in target.backend.list(keys.DATA)}
-        # Frames that were checked: pack, offset, raw hash.
-        self._checked_places: set[tuple[str, int, int, int]] = set()
-        self._total = 0
-
-    def sum_pack_bytes(self, checkpoints: Sequence[Sequence[CommitRef]]) -> None:
-        """Sums the size of the packs that must be put, for `progress`."""
+        # Frames that were checked.
+        self._checked_places: set[FramePlace] = set()
         packs: dict[str, int] = {}
         for refs in checkpoints:
-            packs.update(use_readable_record(self._source, refs, lambda record: record.packs))
-        self._total = sum(size for key, size in packs.items() if self._target_sizes.get(key) != size)
+            packs.update(use_readable_record(source, refs, lambda record: record.packs))
+        self.meter = Meter(progress, sum(n for key, n in packs.items() if self._target_sizes.get(key) != n))
 
     def copy(self, refs: Sequence[CommitRef]) -> None:
         """Copies one checkpoint, by the first of its records that can be read. Errors: DamagedData."""
@@ -127,19 +128,14 @@ class _Copier:
         largest = max((made.packs[n][1] for n in packs), default=1)
         width = max(1, min(PACKS_MAX, HELD_BYTES_MAX // max(1, largest)))
         map_parallel(lambda n: self._copy_pack(made, n, frames[n]), packs, width)
-        self._checked_places.update(self._frame_places(made))
+        self._checked_places.update(frame_places(made))
         key = keys.record_key(made.identity, made.writer)
         _copy_object(self._source.backend, self._target.backend, key, RECORD_BYTES_MAX)
-
-    def _frame_places(self, made: Record) -> list[tuple[str, int, int, int]]:
-        hashes = made.manifest.frames[["hash_hi", "hash_lo"]].tolist()
-        places = made.places[["pack", "offset"]].tolist()
-        return [(made.packs[n][0], at, *value) for (n, at), value in zip(places, hashes, strict=True)]
 
     def _unchecked_frames(self, made: Record) -> dict[int, list[int]]:
         """The frames that were not checked yet, by pack."""
         found: dict[int, list[int]] = {}
-        for frame, (place, pack) in enumerate(zip(self._frame_places(made), made.places["pack"].tolist(), strict=True)):
+        for frame, (place, pack) in enumerate(zip(frame_places(made), made.places["pack"].tolist(), strict=True)):
             if place not in self._checked_places:
                 found.setdefault(pack, []).append(frame)
         return found
@@ -153,8 +149,7 @@ class _Copier:
                 raise error
             bad.add(int(made.places["pack"][frame]))
 
-        out = VerifyScratch(made.manifest.frames["length"].tolist())
-        FrameReader(self._target.backend, made).read(frames, lambda frame: None, out, failed)
+        FrameReader(self._target.backend, made).check(frames, failed=failed)
         return bad
 
     def _copy_pack(self, made: Record, number: int, frames: Sequence[int]) -> None:
@@ -163,12 +158,9 @@ class _Copier:
             data = self._source.backend.get_range(key, 0, size)
         except NotFound as exc:
             raise missing_pack_error(key, made.identity, exc) from exc
-        out = VerifyScratch(made.manifest.frames["length"].tolist())
-        FrameReader(cast(Backend, _InMemory(data)), made).read(frames, lambda frame: None, out)
+        FrameReader(cast(Backend, _InMemory(data)), made).check(frames)
         self._target.backend.put(key, [data])
-        self.put_bytes += size
-        if self._progress is not None:
-            self._progress(self.put_bytes, self._total)
+        self.meter.add(size)
 
 
 class _InMemory:

@@ -13,6 +13,7 @@ from ckpt.format.manifest import Manifest, Record
 from ckpt.storage.contract import ObjectInfo
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
+from ckpt.store.packs import raw_bytes_of
 from ckpt.store.reader import FrameReader, each_values, is_missing, missing_pack_error, open_record
 from ckpt.store.run import Run, RunView, map_parallel
 from ckpt.store.tensor_stream import exported_name
@@ -21,7 +22,7 @@ from ckpt.types import Identity, format_count
 NAMED_MAX = 20
 PACK_CHECKS_MAX = 16  # at once, at packs
 # Pack, offset, codec, raw hash (2), raw length.
-_Place = tuple[str, int, int, int, int, int]
+FramePlace = tuple[str, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], N
         except (DamagedData, NotFound) as exc:
             problem = Problem(keys.record_key(ref.identity, ref.writer), str(exc), is_missing=is_missing(exc))
             opened.append((ref, problem))
-    meter = _Meter(progress, sum(_raw_bytes(found) for _, found in opened if isinstance(found, Record)))
+    meter = Meter(progress, sum(raw_bytes_of(r.manifest.frames) for _, r in opened if isinstance(r, Record)))
     sizes = {info.key: info.size for info in run.backend.list(keys.DATA)}
-    good: set[_Place] = set()
+    good: set[FramePlace] = set()
     by_checkpoint: dict[Identity, list[_Checked]] = {}
     for ref, found in opened:
         one = (
@@ -119,10 +120,7 @@ def check_record(run: Run, record: Record, *, read: bool) -> Record:
     """The record itself, after a check of its packs. `read`: reads and hashes its frames; else only looks whether its
     packs are there. Errors: DamagedData names the first pack that is missing, cut short or damaged; StorageError."""
     if read:
-        lengths = record.manifest.frames["length"].tolist()
-        FrameReader(run.backend, record, run.patience).read(
-            range(len(lengths)), lambda frame: None, VerifyScratch(lengths)
-        )
+        FrameReader(run.backend, record, run.patience).check(range(len(record.places)))
         return record
 
     def look(pack: tuple[str, int]) -> None:
@@ -136,20 +134,6 @@ def check_record(run: Run, record: Record, *, read: bool) -> Record:
 
     map_parallel(look, record.packs, PACK_CHECKS_MAX)
     return record
-
-
-class VerifyScratch:
-    """Memory for one frame per thread, for a reader that only hashes."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths = lengths
-        self._local = threading.local()
-
-    def __call__(self, frame: int) -> memoryview:
-        length = self._lengths[frame]
-        if len(getattr(self._local, "one", b"")) < length:
-            self._local.one = bytearray(length)
-        return memoryview(self._local.one)[:length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +162,9 @@ def _merge_results(run: Run, records: Sequence[_Checked]) -> Verified:
 
 
 def _verify_one(
-    run: Run, ref: CommitRef, record: Record, sizes: Mapping[str, int], good: set[_Place], meter: _Meter
+    run: Run, ref: CommitRef, record: Record, sizes: Mapping[str, int], good: set[FramePlace], meter: Meter
 ) -> _Checked:
-    places = _places(record)
+    places = frame_places(record)
     lengths = record.manifest.frames["length"].tolist()
     todo = [frame for frame, place in enumerate(places) if place not in good]
     meter.add(sum(lengths) - sum(lengths[frame] for frame in todo))
@@ -196,7 +180,7 @@ def _verify_one(
         bad[frame] = error
         meter.add(lengths[frame])
 
-    reader.read(todo, deliver, VerifyScratch(lengths), failed)
+    reader.check(todo, deliver, failed)
     good.update(places[frame] for frame in todo if frame not in bad)
     problems = _problems(record, bad)
     problems += _size_problems(record, sizes, {problem.key for problem in problems})
@@ -242,24 +226,23 @@ def _affected_tensors(manifest: Manifest, frames: Sequence[int]) -> tuple[tuple[
     return names, len(tensors) - len(names)
 
 
-def _places(record: Record) -> list[_Place]:
+def frame_places(record: Record) -> list[FramePlace]:
+    """Where each frame lies, and what it must hold."""
     frames = record.manifest.frames[["hash_hi", "hash_lo", "length"]].tolist()
     rows = record.places[["pack", "offset", "codec"]].tolist()
     return [(record.packs[p][0], o, c, *frame) for (p, o, c), frame in zip(rows, frames, strict=True)]
 
 
-def _raw_bytes(record: Record) -> int:
-    return int(record.manifest.frames["length"].sum(dtype=np.int64))
+class Meter:
+    """Sums up what is done, and tells `progress(done, total)`. Thread-safe."""
 
-
-class _Meter:
     def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+        self.done = 0
+        self._progress, self._total = progress, total
         self._lock = threading.Lock()
 
-    def add(self, raw_bytes: int) -> None:
-        if self._progress is None:
-            return
+    def add(self, nbytes: int) -> None:
         with self._lock:
-            self._done += raw_bytes
-            self._progress(self._done, self._total)
+            self.done += nbytes
+            if self._progress is not None:
+                self._progress(self.done, self._total)

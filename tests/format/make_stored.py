@@ -1,4 +1,5 @@
-"""Writes the store folder of the current format version that tests/format/stored keeps: `make_stored.py DIR`.
+"""Writes the store folder of the current format version that tests/format/stored keeps:
+`python -m tests.format.make_stored DIR`.
 
 Run it once for a new format version, and keep every older folder as it is: later versions must read them all.
 
@@ -17,16 +18,9 @@ import numpy as np
 from ckpt.format import record
 from ckpt.store import keys, lineage
 from ckpt.types import Box, Epoch, Identity, Version
-
-if __package__:
-    from tests.format.build import Tensor
-    from tests.format.build import manifest as build_manifest
-    from tests.format.build import record as build_record
-else:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from tests.format.build import Tensor
-    from tests.format.build import manifest as build_manifest
-    from tests.format.build import record as build_record
+from tests.format.build import Tensor
+from tests.format.build import manifest as build_manifest
+from tests.format.build import record as build_record
 
 FIRST = Epoch(1, "00000000000000a1")
 SECOND = Epoch(2, "00000000000000b2")

@@ -52,14 +52,12 @@ def assert_equal(a: Declaration, b: Declaration) -> None:
     assert replace(a, staging=None) == replace(b, staging=None)
 
 
-def test_a_declaration_comes_back_equal() -> None:
-    assert_equal(declaration.decode(declaration.encode(sample())), sample())
+EMPTY = Declaration(0, 1, "rank=0", "0" * 16, Layout(()), Staging(np.zeros(0, SEGMENT), np.zeros(0, STAGED_FRAME), 0))
 
 
-def test_an_empty_declaration_comes_back_equal() -> None:
-    none = Staging(np.zeros(0, SEGMENT), np.zeros(0, STAGED_FRAME), 0)
-    empty = Declaration(0, 1, "rank=0", "0" * 16, Layout(()), none)
-    assert_equal(declaration.decode(declaration.encode(empty)), empty)
+@pytest.mark.parametrize("made", [sample(), EMPTY], ids=["sample", "empty"])
+def test_a_declaration_comes_back_equal(made: Declaration) -> None:
+    assert_equal(declaration.decode(declaration.encode(made)), made)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3000])
@@ -75,11 +73,6 @@ def test_the_size_of_a_declaration_is_bounded_before_it_is_encoded(count: int) -
         each = replace(sample(), staging=noise, coordinate=coordinate)
         bound = declaration.bytes_max(len(declaration.encode_layout(each.layout)), coordinate, noise)
         assert len(declaration.encode(each)) <= bound
-
-
-def test_a_layout_comes_back_equal() -> None:
-    layout = sample().layout
-    assert declaration.decode_layout(declaration.encode_layout(layout)) == layout
 
 
 @given(st.data())

@@ -180,9 +180,7 @@ def not_deleted(key: str, code: str) -> str:
 def test_a_key_that_a_bulk_delete_left_has_the_class_of_its_code(
     server: TinyS3, cloud: CloudBackend, code: str, expected: type[StorageError]
 ) -> None:
-    server.body = (
-        f"<DeleteResult><Error><Key>run/k</Key><Code>{code}</Code><Message>no</Message></Error></DeleteResult>"
-    )
+    server.body = not_deleted("run/k", code)
     server.plan = [("POST", 200)]
     with pytest.raises(expected) as caught:
         cloud.delete(["k", "l"])
@@ -190,9 +188,7 @@ def test_a_key_that_a_bulk_delete_left_has_the_class_of_its_code(
 
 
 def test_a_key_that_a_bulk_delete_did_not_find_is_gone(server: TinyS3, cloud: CloudBackend) -> None:
-    server.body = (
-        "<DeleteResult><Error><Key>run/k</Key><Code>NoSuchKey</Code><Message>no</Message></Error></DeleteResult>"
-    )
+    server.body = not_deleted("run/k", "NoSuchKey")
     server.plan = [("POST", 200)]
     cloud.put("l", [b"x"])
     cloud.delete(["k", "l"])

@@ -70,7 +70,7 @@ def test_chunks_of_any_buffer_become_one_object(store: Backend) -> None:
         store.put("k", chunks)
         assert store.get("k", 100) == b"bytesarrayviewpage12345678x"
         chunks.clear()
-    many = [bytes([n % 256]) * 3 for n in range(3000)]  # more than one writev takes
+    many = [bytes([n % 256]) * 3 for n in range(3000)]  # each is small
     store.put("many", many)
     assert store.get("many", 9000) == b"".join(many)
 

@@ -57,14 +57,14 @@ def test_bytes_then_name_then_folder_reach_the_disk_in_that_order(
         monkeypatch.setattr(os, name, noted)
 
     note("mkdir", lambda path: name_of(path))
-    note("writev", lambda fd, _: name_of(os.readlink(f"/proc/self/fd/{fd}")))
+    note("write", lambda fd, _: name_of(os.readlink(f"/proc/self/fd/{fd}")))
     note("fsync", lambda fd: name_of(os.readlink(f"/proc/self/fd/{fd}")))
     note("replace", lambda _, path: name_of(path))
     note("link", lambda _, path: name_of(path))
     store.put("a/b/k", [b"x"], mode)
     name = "new/store/a/b"
     appears = "replace" if mode is PutMode.OVERWRITE else "link"
-    write = [f"writev {name}/TEMPORARY", f"fsync {name}/TEMPORARY", f"{appears} {name}/k", f"fsync {name}"]
+    write = [f"write {name}/TEMPORARY", f"fsync {name}/TEMPORARY", f"{appears} {name}/k", f"fsync {name}"]
     assert done == [
         *("mkdir new", "fsync .", "mkdir new/store", "fsync new"),
         *("mkdir new/store/a", "fsync new/store", "mkdir new/store/a/b", "fsync new/store/a"),
@@ -86,7 +86,7 @@ def test_a_folder_that_another_made_is_on_the_disk_before_what_it_holds(
     assert [Path(each) for each in synced[:2]] == [folder, folder / "a"]
 
 
-@pytest.mark.parametrize("step", ["writev", "fsync", "replace", "link"])
+@pytest.mark.parametrize("step", ["write", "fsync", "replace", "link"])
 def test_a_disk_that_fails_leaves_the_old_object_and_no_rubbish(
     store: LocalBackend, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -117,19 +117,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(store: LocalBackend, folder: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert store.get("k", 3) == b"old"
     assert os.listdir(folder) == ["k"]
-
-
-def test_a_file_system_that_is_full_is_told(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path], capture_output=True).returncode:
-        pytest.skip("needs a file system that can fill up")
-    try:
-        store = open_local(os.fspath(tmp_path))
-        for size in (3 << 20, 9 << 20):
-            with pytest.raises(StorageError, match=r"No space left on device; \d+ MiB are free"):
-                store.put("k", [bytes(size)])
-        assert os.listdir(tmp_path) == []
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 @pytest.mark.parametrize(
@@ -338,17 +325,9 @@ def test_large_reads_are_exact(store: LocalBackend) -> None:
 
 
 def test_the_kernel_may_do_less_than_it_is_asked(store: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    def at_most(views: list[memoryview], left: int) -> list[memoryview]:
-        taken = []
-        for view in views:
-            taken.append(memoryview(view)[:left])
-            left -= len(taken[-1])
-        return [view for view in taken if view]
-
-    writev, preadv, read = os.writev, os.preadv, os.read
-    monkeypatch.setattr(os, "writev", lambda fd, views: writev(fd, at_most(views, 7)))
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, at_most(views, 7), at))
-    monkeypatch.setattr(os, "read", lambda fd, count: read(fd, min(count, 7)))
+    write, preadv = os.write, os.preadv
+    monkeypatch.setattr(os, "write", lambda fd, view: write(fd, view[:7]))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
     chunks = [bytes(range(n)) for n in (0, 3, 20, 7, 1, 0, 14)]
     store.put("k", chunks)
     assert store.get("k", 100) == b"".join(chunks)
@@ -394,12 +373,12 @@ def test_large_objects_are_exact_past_the_page_cache(
 def test_a_file_system_that_refuses_to_bypass_its_cache_is_written_through_it(
     store: LocalBackend, monkeypatch: pytest.MonkeyPatch, seed: int, after: int
 ) -> None:
-    data = random.Random(seed).randbytes((9 << 20) + 5)
+    data = random.Random(seed).randbytes((8 << 20) + 1)
     real = os.write
     calls = itertools.count()
 
     def write(fd: int, view: memoryview) -> int:
-        if next(calls) >= after:
+        if _direct(fd) and next(calls) >= after:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(fd, view)
 
@@ -414,11 +393,11 @@ def test_a_put_that_is_broken_off_ends_soon_where_the_cache_cannot_be_bypassed(
     store: LocalBackend, folder: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, chunk_bytes: int
 ) -> None:
     written, cancel = [], threading.Event()
-    writev, fsync, control = os.writev, os.fsync, fcntl.fcntl
+    write_real, fsync, control = os.write, os.fsync, fcntl.fcntl
 
-    def write(fd: int, views: list[memoryview]) -> int:
+    def write(fd: int, view: memoryview) -> int:
         assert not cancel.is_set(), "it goes on"
-        written.append(writev(fd, views))
+        written.append(write_real(fd, view))
         cancel.set()
         return written[-1]
 
@@ -432,7 +411,7 @@ def test_a_put_that_is_broken_off_ends_soon_where_the_cache_cannot_be_bypassed(
         return control(fd, what, flags)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "writev", write)
+        patch.setattr(os, "write", write)
         patch.setattr(os, "fsync", sync)
         patch.setattr(fcntl, "fcntl", refuse)
         with pytest.raises(StorageError, match="put was cancelled"):

@@ -1,4 +1,4 @@
-"""The one place that tries again."""
+"""The one place that tries again, and counts what is asked."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ckpt.errors import (
 from ckpt.events import Event, Events
 from ckpt.storage import PutMode
 from ckpt.storage.retry import PAUSE_MAX_S, Retrying
+from ckpt.storage.usage import LIST_PAGE, StoreUsage
 from tests.storage.faulty import Fault, FaultyBackend, Rule
 
 _NAMES = itertools.count()
@@ -130,9 +131,6 @@ def test_pauses_grow_are_jittered_and_end_by_the_deadline() -> None:
     whole_s = [min(0.1 * 2**n, PAUSE_MAX_S) for n in range(len(setting.pauses_s))]
     assert all(whole / 2 <= pause_s <= whole for whole, pause_s in zip(whole_s, setting.pauses_s, strict=True))
     assert len({round(pause_s / whole, 6) for whole, pause_s in zip(whole_s, setting.pauses_s, strict=True)}) > 3
-
-
-def test_what_is_tried_once_only_is_said_to_have_been() -> None:
     with pytest.raises(TransientError, match=r"gave up trying to get k after 1 attempt: .*planned"):
         Setting(Rule("get", Fault.BEFORE), retry_s=0.0).store.get("k", 10)
 
@@ -165,20 +163,16 @@ def test_a_lost_reply_to_put_if_absent_is_settled_by_reading_back() -> None:
     assert setting.faulty.log == ["put k", "put k", "get k"]
 
 
-@pytest.mark.parametrize("theirs", [b"them", b"more than ours", b""])
-def test_a_key_that_another_took_meanwhile_is_taken(theirs: bytes) -> None:
-    setting = Setting(Rule("put", Fault.BEFORE))
+@pytest.mark.parametrize(
+    ("faults", "theirs"), [*((1, theirs) for theirs in (b"them", b"more than ours", b"")), (0, b"equal to ours")]
+)
+def test_a_key_that_another_has_taken_is_taken(faults: int, theirs: bytes) -> None:
+    """Without a fault it is not ours even if the bytes are equal."""
+    setting = Setting(Rule("put", Fault.BEFORE, count=faults))
     setting.memory.put("k", [theirs])
     with pytest.raises(AlreadyExists):
-        setting.store.put("k", [b"ours"], PutMode.IF_ABSENT)
+        setting.store.put("k", [theirs if faults == 0 else b"ours"], PutMode.IF_ABSENT)
     assert setting.memory.get("k", 100) == theirs
-
-
-def test_a_taken_key_is_not_ours_only_because_the_bytes_are_equal() -> None:
-    setting = Setting()
-    setting.memory.put("k", [b"same"])
-    with pytest.raises(AlreadyExists):
-        setting.store.put("k", [b"same"], PutMode.IF_ABSENT)
 
 
 @pytest.mark.parametrize("mode", PutMode)
@@ -283,3 +277,31 @@ def test_a_store_that_never_answered_is_given_up_sooner_and_the_address_is_doubt
         setting.store.head("a/k")
     assert setting.clock.now_s() - began_s > 40.0
     assert "check the address" not in str(caught.value)
+
+
+def test_each_attempt_and_its_bytes_count() -> None:
+    usage = StoreUsage()
+    store = Retrying(
+        FaultyBackend(open_memory("memory://usage"), [Rule("put", Fault.LOST_REPLY)]),
+        60.0,
+        usage=usage,
+        pause=lambda seconds: None,
+    )
+    store.put("a/one", [b"123", memoryview(b"45")])
+    assert store.get("a/one", 100) == b"12345"
+    assert bytes(store.get_range("a/one", 1, 2)) == b"23"
+    store.head("a/one")
+    assert len(list(store.list(""))) == 1
+    store.folders("")
+    store.delete(["a/one"])
+    assert usage.requests() == {"put": 2, "get": 2, "head": 1, "list": 2, "delete": 1}
+    assert usage.bytes_moved() == {"put": 10, "get": 7}
+
+
+def test_a_long_listing_takes_one_request_a_page() -> None:
+    usage = StoreUsage()
+    store = Retrying(open_memory("memory://pages"), 60.0, usage=usage)
+    for number in range(2 * LIST_PAGE + 1):
+        store.put(f"a/{number:05}", [b"x"])
+    assert len(list(store.list(""))) == 2 * LIST_PAGE + 1
+    assert usage.requests()["list"] == 3

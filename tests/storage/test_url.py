@@ -14,6 +14,7 @@ import pytest
 from ckpt import storage
 from ckpt.backends.any_fsspec import open_fsspec
 from ckpt.errors import UsageError
+from ckpt.storage.late import late_listing_cause
 from ckpt.storage.names import redact_url
 from ckpt.storage.retry import Retrying
 from ckpt.storage.url import OUR_BACKENDS, canonical, scheme_of
@@ -152,3 +153,19 @@ def test_the_backends_are_no_package_by_their_bare_name() -> None:
     assert spec.loader is not None
     with pytest.raises(ImportError, match=r"ckpt\.backends"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.parametrize(
+    ("url", "is_late"),
+    [
+        *((url, False) for url in ("s3://b/r", "gs://b/r", "az://b/r", "memory://r", "fsspec+s3://b/r", "sftp://h/r")),
+        *((url, True) for url in ("smb://host/r", "fsspec+dropbox://r", "late://r")),
+    ],
+)
+def test_object_stores_and_what_asks_a_server_each_time_list_promptly(url: str, is_late: bool) -> None:
+    assert (late_listing_cause(url) is not None) == is_late
+
+
+def test_a_folder_on_a_local_disk_lists_promptly(tmp_path: Path) -> None:
+    assert late_listing_cause(str(tmp_path)) is None
+    assert late_listing_cause(str(tmp_path / "not" / "there yet")) is None

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.events import Events
 from ckpt.format import values
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import EXTENT, FRAME, RANK_VALUES, VALUES, Manifest, Record, TensorSpec
+from ckpt.store.commit import Committed, Committer
 from ckpt.store.dtypes import bits_dtype
+from ckpt.store.lineage import Claim
 from ckpt.store.reader import FrameReader
+from ckpt.store.run import Run
 from ckpt.store.tensor_stream import slabs_of, stream
 from ckpt.types import DTYPE_CODE, Box, Epoch, Identity, Version
 
@@ -114,6 +118,31 @@ def same(a: Mapping[tuple[str, str], Bits], b: Mapping[tuple[str, str], Bits]) -
     return a.keys() == b.keys() and all(
         a[key].shape == b[key].shape and a[key].tobytes() == b[key].tobytes() for key in a
     )
+
+
+def begun(store: Any, events: Events | None = None) -> Run:
+    """A run whose epoch 1 has been claimed."""
+    run = Run(store, events=events)
+    run.put_claim(Claim(epoch(1), None))
+    return run
+
+
+def commit(
+    store: Any,
+    step: int,
+    snap: Snapshot,
+    writer: str = "w",
+    codec: Any = "raw",
+    *,
+    pack_bytes: int = 4096,
+    events: Events | None = None,
+    frame: Callable[[int], memoryview] | None = None,
+    check: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> Committed:
+    """Commits a step of epoch 1."""
+    committer = Committer(store, writer, codec, pack_bytes=pack_bytes, events=events)
+    return committer.commit(identity(1, step), snap.manifest, frame or snap.frame, check=check, **options)
 
 
 def epoch(number: int, nonce: int = 0) -> Epoch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import tracemalloc
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,21 @@ from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import Record
 from ckpt.policy.save_options import Keep
 from ckpt.store import keys
-from ckpt.store.commit import Committed, Committer
+from ckpt.store.commit import Committed
 from ckpt.store.lineage import CLAIM_BYTES_MAX, Claim, encode_claim
 from ckpt.store.prune import Pruner
 from ckpt.store.reader import FrameReader, each_values, load_values, open_record, use_newest_readable
 from ckpt.store.run import Run
 from ckpt.store.verify import verify
-from tests.store.build import epoch, floats, identity, read_all, snapshot
+from tests.memory import memory_below
+from tests.store.build import begun, commit, epoch, floats, identity, read_all, snapshot
 from tests.store.sim import Sim
 
 SNAP = snapshot({"w": floats(64, 16), "v": floats(30)}, shared={"a": [1, 2]}, own={"rank=0": {"b": (3,)}})
 
 
 def a_run(store: Any, codec: Any = "auto") -> tuple[Run, Committed]:
-    run = Run(store)
-    run.put_claim(Claim(epoch(1), None))
-    committer = Committer(store, "w", codec, pack_bytes=2048)
-    return run, committer.commit(identity(1, 10), SNAP.manifest, SNAP.frame, check=lambda: None)
+    return begun(store), commit(store, 10, SNAP, codec=codec, pack_bytes=2048)
 
 
 def put_record(store: Sim, made: Record) -> None:
@@ -109,29 +107,20 @@ def test_a_record_that_points_anywhere_but_into_its_packs_is_refused(seed: int) 
 )
 def test_a_record_whose_pack_lies_elsewhere_is_refused(key: str, tmp_path: Path) -> None:
     (tmp_path / "outside").write_bytes(bytes(4096))
-    backend = storage.open(str(tmp_path / "run"))
-    try:
+    with closing(storage.open(str(tmp_path / "run"))) as backend:
         run, done = a_run(backend)
         data = record_format.encode(replace(done.record, packs=tuple((key, 4096) for _ in done.record.packs)))
         backend.put(keys.record_key(identity(1, 10), "w"), [data])
         with pytest.raises(DamagedData):
             read_everything(run)
-    finally:
-        backend.close()
 
 
 def test_a_record_that_is_too_large_is_refused_before_it_is_read() -> None:
     store = Sim()
     run, _ = a_run(store)
     store.spoil(keys.record_key(identity(1, 10), "w"), lambda data: bytes(record_format.RECORD_BYTES_MAX + 1))
-    tracemalloc.start()
-    try:
-        with pytest.raises(DamagedData):
-            read_everything(run)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 4 << 20
+    with memory_below(4 << 20), pytest.raises(DamagedData):
+        read_everything(run)
 
 
 def test_a_claim_that_is_too_large_is_told_and_not_read() -> None:
@@ -170,8 +159,7 @@ def test_a_url_with_foreign_content_holds_no_run_and_loses_nothing(tmp_path: Pat
         (tmp_path / "leases" / name).write_text("rooms to let")
         os.utime(tmp_path / "leases" / name, (1, 1))
     before = sorted(path for path in tmp_path.rglob("*"))
-    backend = storage.open(str(tmp_path))
-    try:
+    with closing(storage.open(str(tmp_path))) as backend:
         run = Run(backend)
         with pytest.raises(NoCheckpoint):
             read_everything(run)
@@ -180,22 +168,16 @@ def test_a_url_with_foreign_content_holds_no_run_and_loses_nothing(tmp_path: Pat
         assert not plan
         pruner.execute(plan)
         assert sorted(path for path in tmp_path.rglob("*")) == before
-    finally:
-        backend.close()
 
 
 def test_a_file_where_the_store_needs_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("1,2")
-    backend = storage.open(str(tmp_path))
-    try:
-        run = Run(backend)
-        run.put_claim(Claim(epoch(1), None))
+    with closing(storage.open(str(tmp_path))) as backend:
+        run = begun(backend)
         with pytest.raises(SaveFailed, match=str(tmp_path / "data")):
-            Committer(backend, "w").commit(identity(1, 1), SNAP.manifest, SNAP.frame, check=lambda: None)
+            commit(backend, 1, SNAP)
         assert (tmp_path / "data").read_text() == "1,2"
         assert run.view().history == []
-    finally:
-        backend.close()
 
 
 def test_of_many_blobs_of_values_a_few_are_held_at_a_time() -> None:
@@ -203,18 +185,13 @@ def test_of_many_blobs_of_values_a_few_are_held_at_a_time() -> None:
     store = Sim()
     own = {f"rank={rank}": bytes(blob) for rank in range(16)}
     snap = snapshot({"w": floats(4)}, own=own)
-    done = Committer(store, "w", "zstd").commit(identity(1, 10), snap.manifest, snap.frame, check=lambda: None)
+    done = commit(store, 10, snap, codec="zstd")
     found = set()
-    tracemalloc.start()
-    try:
+    with memory_below(8 * blob):
         for (name, owner), tree in each_values(FrameReader(store, done.record), held_bytes=2 * blob):
             assert (name, len(tree)) == ("rank-values", blob)
             found.add(owner)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
     assert found == set(own)
-    assert peak < 8 * blob
 
 
 def test_values_that_are_no_values_are_damaged_data() -> None:
@@ -225,10 +202,9 @@ def test_values_that_are_no_values_are_damaged_data() -> None:
     spoilt.memory[start : start + length] = b"\xc1" * length
     hi, lo = frame_hash(spoilt.frame(len(spoilt.at) - 1))
     spoilt.manifest.frames["hash_hi"][-1], spoilt.manifest.frames["hash_lo"][-1] = hi, lo
-    done = Committer(store, "w").commit(identity(1, 10), spoilt.manifest, spoilt.frame, check=lambda: None)
+    done = commit(store, 10, spoilt)
     with pytest.raises(DamagedData):
         load_values(FrameReader(store, done.record))
-    run = Run(store)
-    run.put_claim(Claim(epoch(1), None))
+    run = begun(store)
     (report,) = verify(run, run.view().history)
     assert "its values cannot be decoded" in report.problems[0].what

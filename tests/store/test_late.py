@@ -24,9 +24,8 @@ from ckpt.storage.contract import Backend
 from ckpt.store import keys
 from ckpt.store.branch import branch
 from ckpt.store.lineage import Claim
-from ckpt.store.patience import LATE_S, Patience
 from ckpt.store.reader import FrameReader, open_record, use_readable_record
-from ckpt.store.run import Run
+from ckpt.store.run import LATE_S, Run
 from ckpt.store.verify import verify
 from ckpt.types import Epoch, Identity, Version
 from tests.agent.commit.test_store_client import Side, complete
@@ -241,17 +240,4 @@ def test_of_many_checkpoints_that_are_gone_only_the_first_is_waited_for(
     for ref in refs:
         with pytest.raises((DamagedData, NoCheckpoint, NotFound)):
             Checkpoint(run, [ref], True).tensor("w")
-    assert clock.slept_s == pytest.approx(LATE_S)
-
-
-def test_of_many_objects_that_are_gone_only_the_first_is_waited_for() -> None:
-    clock = Beating(lambda: None)
-    patience = Patience(clock)
-
-    def gone() -> None:
-        raise NotFound("gone")
-
-    for _ in range(5):
-        with pytest.raises(NotFound):
-            patience.retry_missing(gone)
     assert clock.slept_s == pytest.approx(LATE_S)

@@ -36,26 +36,6 @@ def steps(line: list[CommitRef]) -> list[tuple[int, int]]:
     return [(ref.identity.epoch.number, ref.identity.version.step) for ref in line]
 
 
-def test_the_line_follows_each_epoch_up_to_and_including_its_fork_tick() -> None:
-    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 20)), Claim(epoch(3), identity(2, 30))])
-    commits = refs(*(identity(1, s) for s in (10, 20, 30)), *(identity(2, s) for s in (25, 30, 35)), identity(3, 32))
-    assert steps(lineage.history(commits, ())) == [(1, 10), (1, 20), (2, 25), (2, 30), (3, 32)]
-    assert steps(lineage.branches(commits, ())) == [(1, 30), (2, 35)]
-
-
-def test_a_checkpoint_that_was_never_committed_can_be_a_fork_point() -> None:
-    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 25))])
-    assert steps(lineage.history(refs(identity(1, 10), identity(1, 20), identity(1, 30)), ())) == [(1, 10), (1, 20)]
-
-
-def test_the_chain_goes_on_through_ancestors_that_were_never_claimed() -> None:
-    chain = (Ancestor(epoch(3), identity(2, 40)), Ancestor(epoch(2), identity(1, 20)))
-    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(4), identity(3, 50), chain)])
-    commits = refs(identity(1, 10), identity(1, 20), identity(1, 30), identity(2, 35))
-    assert steps(lineage.history(commits, ())) == [(1, 10), (1, 20), (2, 35)]
-    assert lineage.broken_epoch(epoch(4)) is None
-
-
 def test_an_epochs_own_claim_counts_more_than_what_others_say_of_it() -> None:
     lineage = Lineage([
         Claim(epoch(1), None),
@@ -63,11 +43,6 @@ def test_an_epochs_own_claim_counts_more_than_what_others_say_of_it() -> None:
         Claim(epoch(3), identity(2, 30), (Ancestor(epoch(2), identity(1, 5)),)),
     ])  # fmt: skip
     assert steps(lineage.history(refs(identity(1, 10), identity(1, 20)), ())) == [(1, 10), (1, 20)]
-
-
-def test_a_claim_alone_moves_the_line_so_that_a_branch_begins_without_a_commit() -> None:
-    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 10))])
-    assert steps(lineage.history(refs(identity(1, 10), identity(1, 20)), ())) == [(1, 10)]
 
 
 def test_of_two_starts_that_took_one_number_the_larger_nonce_is_the_newer() -> None:
@@ -108,23 +83,10 @@ def test_a_step_that_two_epochs_ran_is_taken_from_the_newer_one_and_not_mixed() 
     assert steps(line) == [(1, 10), (2, 20)]
 
 
-def test_what_is_retired_is_on_no_line_and_no_branch() -> None:
-    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 20))])
-    commits = refs(identity(1, 10), identity(1, 20), identity(1, 30))
-    assert steps(lineage.history(commits, {identity(1, 20)})) == [(1, 10)]
-    assert lineage.branches(commits, {identity(1, 30)}) == []
-
-
 def test_of_several_records_of_one_checkpoint_the_lowest_writer_counts() -> None:
     lineage = Lineage([Claim(epoch(1), None)])
     commits = [*refs(identity(1, 10), writer="b"), *refs(identity(1, 10), writer="a")]
     assert [ref.writer for ref in lineage.history(commits, ())] == ["a"]
-
-
-def test_polls_within_one_step_are_in_order() -> None:
-    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 10, sub=2))])
-    commits = refs(*(identity(1, 10, sub=n) for n in (0, 1, 2, 3)))
-    assert [ref.identity.version.sub for ref in lineage.history(commits, ())] == [0, 1, 2]
 
 
 def test_a_claim_that_cannot_be_read_ends_the_line_there_and_is_named() -> None:

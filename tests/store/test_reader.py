@@ -24,27 +24,24 @@ from ckpt.errors import (
 from ckpt.events import Event, Events
 from ckpt.policy.save_options import Keep
 from ckpt.store import keys, reader
-from ckpt.store.commit import Committed, Committer
-from ckpt.store.lineage import Claim, CommitRef
+from ckpt.store.commit import Committed
 from ckpt.store.prune import Pruner
-from ckpt.store.reader import FrameReader, candidates, load_values, open_record, use_newest_readable
+from ckpt.store.reader import FrameReader, candidates, use_newest_readable
 from ckpt.store.run import Run
 from tests.storage.faulty import Fault, FaultyBackend, Rule
-from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, rows, same, snapshot
+from tests.store.build import Snapshot, Tensor, begun, commit, epoch, floats, identity, read_all, rows, same, snapshot
 from tests.store.sim import Sim
 
 
 def saved(store: Any, step: int = 10, *, codec: Any = "raw", snap: Snapshot | None = None, **options: Any) -> Committed:
     snap = snap or snapshot({"w": floats(64, 48, seed=step), "v": floats(40, seed=step)}, shared={"step": step})
-    committer = Committer(store, options.pop("writer", f"w{step}"), codec, pack_bytes=options.pop("pack_bytes", 4096))
-    return committer.commit(identity(1, step), snap.manifest, snap.frame, check=lambda: None)
+    return commit(store, step, snap, options.pop("writer", f"w{step}"), codec, **options)
 
 
 def a_run(store: Any, *steps: int) -> Run:
     told: list[Event] = []
-    run = Run(store, events=Events(told.append))
+    run = begun(store, Events(told.append))
     run.told = told  # type: ignore[attr-defined]
-    run.put_claim(Claim(epoch(1), None))
     for step in steps:
         saved(store, step)
     return run
@@ -127,27 +124,6 @@ def test_a_get_has_a_limit_and_several_run_at_once() -> None:
     assert len(lengths) >= 2
     assert max(lengths) <= reader.GET_BYTES
     assert all(frames.held[i] == bytes(snap.frame(i)) for i in range(8))
-
-
-def test_what_is_fetched_and_not_yet_decoded_is_bounded() -> None:
-    store = Sim()
-    source = FrameReader(store, saved(store).record, gets=2)
-    entered, most, now, lock = threading.Semaphore(0), [0], [0], threading.Lock()
-    frames = Frames(source)
-
-    def out(frame: int) -> memoryview:
-        with lock:
-            now[0] += 1
-            most[0] = max(most[0], now[0])
-        entered.release()
-        return frames.out(frame)
-
-    def deliver(frame: int) -> None:
-        with lock:
-            now[0] -= 1
-
-    source.read(range(len(frames.lengths)), deliver, out)
-    assert most[0] <= 2
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -338,26 +314,7 @@ def newer(store: Sim, key: str) -> None:
     store.spoil(key, change)
 
 
-def test_a_record_under_another_checkpoints_key_is_refused() -> None:
-    store = Sim()
-    done = saved(store, 10)
-    data = store.get(keys.record_key(identity(1, 10), "w10"), 1 << 20)
-    store.put(keys.record_key(identity(1, 20), "w10"), [data])
-    with pytest.raises(DamagedData, match=str(identity(1, 10))):
-        open_record(store, CommitRef(identity(1, 20), "w10", len(data)))
-    assert open_record(store, done.ref).identity == identity(1, 10)
-
-
 # --- values and slabs ------------------------------------------------------------------------------------------------
-
-
-def test_values_come_back_shared_and_per_rank() -> None:
-    store = Sim()
-    snap = snapshot({"w": floats(4)}, shared={"lr": 0.5, "t": (1, 2)}, own={"rank=0": {"at": 3}, "rank=1": {"at": 4}})
-    found = load_values(FrameReader(store, saved(store, snap=snap, codec="auto").record))
-    assert found.shared == {"lr": 0.5, "t": (1, 2)}
-    assert found.own_by_coordinate == {"rank=0": {"at": 3}, "rank=1": {"at": 4}}
-    assert found.shared_by_coordinate == {}
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
