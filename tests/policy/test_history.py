@@ -163,3 +163,10 @@ def test_merging_keeps_the_costs_of_the_first():
     found = merged(mine, SOME.with_stall(9.0))
     assert found.stall == mine.stall
     assert found.job == SOME.job
+
+
+def test_merging_needs_no_order_where_both_have_seen_as_much():
+    one = known_of([(10.0, 1, Failure.JOB), (20.0, 1, Failure.JOB)])
+    two = known_of([(20.0, 1, Failure.JOB), (10.0, 1, Failure.JOB)])
+    assert one != two
+    assert merged(one, two) == merged(two, one)

@@ -111,3 +111,10 @@ def test_to_youngs_interval_one_goes_where_it_differs_by_more_than_the_failures_
     assume(abs(apart * math.sqrt(n) - 1) > 1e-6)
     found = reconsider(current, proposed, stall, rate, rate_error=rate / math.sqrt(n))
     assert found.is_changed == (apart > 1 / math.sqrt(n))
+
+
+def test_the_two_ways_to_a_quantile_meet():
+    for p in (1e-3, 0.3, 0.99):
+        below, above = GammaRate(1e5, 1.0).quantile(p), GammaRate(1e5 * (1 + 1e-12), 1.0).quantile(p)
+        assert below == pytest.approx(above, rel=2e-8)
+    assert GammaRate(1e100, 1.0).quantile(0.1) == pytest.approx(1e100)

@@ -63,6 +63,15 @@ def test_a_source_that_always_cries_is_not_proven() -> None:
     assert score.recall == 0
 
 
+def test_a_source_that_is_wrong_19_times_of_20_is_noise_however_rare_failures_are() -> None:
+    score = Score()
+    for n in range(600):
+        score = score.with_watch_time(DAY_S)
+        score = score.with_true_alarm(120, True) if n % 30 == 0 else score.with_false_alarm()
+    assert 10 * score.chance_precision < score.precision < 0.05
+    assert not score.is_proven
+
+
 def test_alarms_too_late_to_act_on_count_for_the_precision_and_against_the_recall() -> None:
     score = scored(late=40)
     assert score.precision > 0.9

@@ -13,6 +13,7 @@ import ckpt as product
 from ckpt.cli.exits import Exit
 from ckpt.errors import UsageError
 from ckpt.placement.placement import Parity, Replicas
+from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.history import remember
 from ckpt.policy.known import PRIORS_ONLY, Measurements
 from ckpt.policy.save_options import Every
@@ -143,3 +144,10 @@ def test_a_run_of_an_older_version_says_so(tmp_path: Path) -> None:
     said = run_ckpt("simulate", "advise", tmp_path)
     assert said.code == Exit.USAGE
     assert "older version" in said.err
+
+
+def test_the_present_setting_is_not_advised_again() -> None:
+    found = advise(a_run(every_s=None), hours=50)
+    assert isinstance(found[0].setting.policy, Adaptive)
+    assert not any("Adaptive" in each.setting.change for each in found)
+    assert not any("Replicas(1)" in each.setting.change for each in found)

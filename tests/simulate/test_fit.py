@@ -157,3 +157,7 @@ def test_a_window_that_is_none_and_nodes_that_never_are_up_are_refused() -> None
     flashes = [TraceEvent(t, kind, f"n{t}") for t in range(3) for kind in (ADD, REMOVE)]
     with pytest.raises(UsageError, match="no node is up"):
         fit(Trace("flash", 3, tuple(flashes)))
+
+
+def test_nodes_that_are_added_to_a_growing_fleet_replace_none() -> None:
+    assert fit(of_counts(4, 3, 9, 8, 9, 8, 8, 9)).replaced_s == pytest.approx((600 + 600 + 1200) / 3)
