@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Annotated
 
 import typer
 
 from ckpt import reader
-from ckpt.cli import out, target
+from ckpt.cli import out
 from ckpt.errors import UsageError
 from ckpt.storage.names import redact_url
 from ckpt.types import Identity, format_count
@@ -35,7 +36,7 @@ def cp(
         raise UsageError(f"{redact_url(url)} and {redact_url(to)} are one URL; give another one for the copy")
     if canonical(to).startswith("memory://"):
         raise UsageError(f"{redact_url(to)} is gone when this command ends; give a folder, or a URL of a store")
-    with reader.open(url) as run, target.store(to) as store:
+    with reader.open(url) as run, closing(reader.open_store(to)) as store:
         chosen = [run.find(each) for each in which] if which else [*run.checkpoints, *(run.branches if every else ())]
         if not chosen:
             raise run.none_yet

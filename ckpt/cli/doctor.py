@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -178,7 +178,7 @@ def try_store(url: str, pair: bool = False) -> tuple[dict[str, Any], list[str]]:
     import secrets
     from dataclasses import asdict
 
-    from ckpt.cli import target
+    from ckpt.reader import open_store
     from ckpt.storage.late import late_listing_cause
     from ckpt.storage.pair_probe import LATE_S, probe_pair
     from ckpt.storage.probe import probe
@@ -187,7 +187,7 @@ def try_store(url: str, pair: bool = False) -> tuple[dict[str, Any], list[str]]:
     new: list[Path] = []
     try:
         new = missing_folders(url)
-        with target.store(url) as store:
+        with closing(open_store(url)) as store:
             key = f"doctor/{secrets.token_hex(8)}"
             body = secrets.token_bytes(CEILING_BYTES)
             try:

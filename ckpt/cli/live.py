@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,13 +19,17 @@ if TYPE_CHECKING:
     from ckpt.ipc.client import Connection
 
 
-def find_agent(url: str) -> socket.socket | None:
-    """A socket to the agent that serves `url` for this user on this host; None if none runs. It starts no agent."""
+def find_agent(url: str, runtime_dir: Path | None = None) -> socket.socket | None:
+    """A socket to the agent that serves `url` for this user on this host; None if none runs. It starts no agent.
+    `runtime_dir`: the folder of its socket; None: as the environment says."""
     from ckpt.ipc.client import connect_nowait, make_agent_paths
     from ckpt.settings import read_settings
     from ckpt.storage import canonical
 
-    return connect_nowait(make_agent_paths(canonical(url), read_settings()))
+    settings = read_settings()
+    if runtime_dir is not None:
+        settings = replace(settings, runtime_dir=runtime_dir)
+    return connect_nowait(make_agent_paths(canonical(url), settings))
 
 
 @contextmanager

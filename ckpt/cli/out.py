@@ -103,15 +103,16 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, rig
     for row in rows:
         drawn.add_row(*(Text(printable(str(cell))) for cell in row))
     text = io.StringIO()
-    _console(text, None if sys.stdout.isatty() else WIDTH_MAX).print(drawn)
+    console(text, None if sys.stdout.isatty() else WIDTH_MAX).print(drawn)
     for line in text.getvalue().splitlines():
         print_text(line.rstrip())
 
 
-def _console(stream: TextIO, width: int | None = None) -> Any:
+def console(stream: TextIO, width: int | None = None) -> Any:
+    """A console of rich that takes texts as they are."""
     from rich.console import Console
 
-    return Console(file=stream, width=width, highlight=False)
+    return Console(file=stream, width=width, highlight=False, markup=False)
 
 
 Report = Callable[[int, int], None]
@@ -136,7 +137,7 @@ def progress(label: str, *, json: bool = False, of: Literal["bytes", "rounds"] =
 
     amount = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if of == "bytes" else (MofNCompleteColumn(),)
     shown = (TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
-    with Progress(*shown, console=_console(sys.stderr), transient=True) as bar:
+    with Progress(*shown, console=console(sys.stderr), transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

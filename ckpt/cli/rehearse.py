@@ -18,14 +18,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli import live, out, target
+from ckpt import reader
+from ckpt.cli import live, out
 from ckpt.cli.exits import Exit
 from ckpt.cli.run_diff import Compared, compare
 from ckpt.errors import AgentError, CkptError, UsageError
@@ -34,7 +35,6 @@ from ckpt.types import format_count
 if TYPE_CHECKING:
     import psutil
 
-    from ckpt.ipc.client import Connection
     from ckpt.types import Epoch, Identity
 
 STDERR = 2  # the file descriptor
@@ -167,7 +167,7 @@ class Rehearsal:
         """The steps in the store, in order."""
         from ckpt.store import keys
 
-        with target.store(self.url) as store:
+        with contextlib.closing(reader.open_store(self.url)) as store:
             found = (keys.parse_record(info.key) for info in store.list(keys.COMMITS))
             return sorted(each[0].version.step for each in found if each is not None)
 
@@ -175,7 +175,7 @@ class Rehearsal:
         """The epochs that the store knows: one per start."""
         from ckpt.store.run import Run as StoredRun
 
-        with target.store(self.url) as store:
+        with contextlib.closing(reader.open_store(self.url)) as store:
             return StoredRun(store).epochs()
 
     def last_saved_step(self) -> int:
@@ -229,25 +229,16 @@ def kill_after(run: Rehearsal, runtime: str, at: int, lose_memory: bool, timeout
 
 def snapshots_in_memory(url: str, runtime: str) -> frozenset[Identity]:
     """The snapshots in the memory of the run's agent, complete or staged; none if no agent runs."""
-    with contextlib.ExitStack() as stack, contextlib.suppress(AgentError):
-        agent = _connect_run_agent(url, runtime, stack)
-        return frozenset() if agent is None else _agent_snapshots(agent)
-    return frozenset()
-
-
-def _connect_run_agent(url: str, runtime: str, stack: contextlib.ExitStack) -> Connection | None:
-    from ckpt.ipc.client import connect_nowait, make_agent_paths
-    from ckpt.settings import read_settings
-    from ckpt.storage import canonical
-
-    sock = connect_nowait(make_agent_paths(canonical(url), replace(read_settings(), runtime_dir=Path(runtime))))
-    return None if sock is None else stack.enter_context(live.connect_agent(sock))
-
-
-def _agent_snapshots(agent: Connection) -> frozenset[Identity]:
     from ckpt.types import Epoch, Identity, Version
 
-    status = agent.status()
+    try:
+        sock = live.find_agent(url, Path(runtime))
+        if sock is None:
+            return frozenset()
+        with live.connect_agent(sock) as agent:
+            status = agent.status()
+    except AgentError:
+        return frozenset()
     jobs = [job for job in (status["job"], *status["former"]) if job is not None]
     return frozenset(
         Identity(Epoch.parse(job["epoch"]), Version.parse(slot["version"]))
@@ -273,7 +264,7 @@ def find_restart_point(run: Rehearsal, before: frozenset[Epoch], in_memory: froz
     """
     from ckpt.store.run import Run as StoredRun
 
-    with target.store(run.url) as store:
+    with contextlib.closing(reader.open_store(run.url)) as store:
         claims = sorted(StoredRun(store).view().claims, key=lambda claim: claim.epoch)
     new = [claim for claim in claims if claim.epoch not in before]
     if not new:
@@ -288,7 +279,7 @@ def delete_scratch(url: str) -> None:
     """Deletes everything at a scratch URL."""
     from ckpt import storage
 
-    with target.store(url) as store:
+    with contextlib.closing(reader.open_store(url)) as store:
         store.delete([info.key for info in store.list("")])
     if storage.canonical(url).startswith("/"):
         shutil.rmtree(url, ignore_errors=True)

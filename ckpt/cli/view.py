@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -48,14 +48,10 @@ STATES = {
 }
 
 
-def console(stream: TextIO, width: int | None = None) -> Console:
-    return Console(file=stream, width=width, highlight=False, markup=False)
-
-
 def text(status: Facts, width: int | None) -> str:
     """The rendered status as text of `width` columns; None: the terminal's width."""
     stream = io.StringIO()
-    console(stream, width).print(render(status))
+    out.console(stream, width).print(render(status))
     return "\n".join(line.rstrip() for line in stream.getvalue().rstrip().splitlines())
 
 

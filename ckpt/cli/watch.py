@@ -7,7 +7,6 @@ It only reads. If no agent runs, it shows the store and keeps looking for an age
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -48,7 +47,7 @@ def watch(
     if not EVERY_MIN_S <= every_s <= EVERY_MAX_S:
         raise UsageError(f"--every-s {every_s}: give {EVERY_MIN_S:g} to {EVERY_MAX_S:g} seconds")
     found = url if url is not None else _find_job_url(job)
-    with contextlib.closing(Looker(found)) as looker, _status_printer(json, once) as show, _ignore_broken_pipe():
+    with contextlib.closing(Looker(found)) as looker, _status_printer(json, once) as show:
         while True:
             show(looker.read_status(patient=not once))
             if once:
@@ -220,7 +219,7 @@ def _status_printer(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]
         return
     from ckpt.cli import view
 
-    console = view.console(sys.stdout)
+    console = out.console(sys.stdout)
     # Nothing can be redrawn here.
     if once or not sys.stdout.isatty() or console.is_dumb_terminal:
 
@@ -236,13 +235,3 @@ def _status_printer(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]
 
     with Live(console=console, auto_refresh=False) as live:
         yield lambda status: live.update(view.Fitted(status), refresh=True)
-
-
-@contextmanager
-def _ignore_broken_pipe() -> Iterator[None]:
-    """Ends quietly once the reader has gone (`ckpt watch ... | head -1`)."""
-    try:
-        yield
-    except BrokenPipeError:
-        # The rest of the buffer goes there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

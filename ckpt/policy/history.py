@@ -3,11 +3,11 @@ run.
 
 Format, version 2: a flat dict from exactly the names below to finite numbers, each from 0 to 10^12; at most 461.
 
-- `version`: 2; or 1 without sources of predictions, so that a reader of version 1 can read the dict, too.
+- `version`: 2.
 - per class of failures (`process`, `node`, `preemption`, `job`): `.prior_failures`, `.prior_s`, `.failures`,
   `.exposure_s`, `.open_s`, `.ever_s`, `.seen`, the fields of FailureRate; and `.gap.0` (the oldest) to `.gap.15`, as
   far as there are.
-- per source of predictions, at most 16 (version 2 only): `source.NAME.FIELD`, NAME of lower-case letters. The fields
+- per source of predictions, at most 16: `source.NAME.FIELD`, NAME of lower-case letters. The fields
   are those of `predict.scoring.Score.numbers` and are not checked here.
 
 Costs are not kept: the next run may have other machines, and measures its own costs within minutes.
@@ -29,12 +29,10 @@ from ckpt.policy.known import PRIORS_ONLY, Measurements
 from ckpt.policy.rates import GammaRate
 
 VERSION = 2
-WITHOUT_SOURCES = 1
 LARGEST = 1e12  # seconds: 30,000 years of one node; larger numbers are cut off when written
 SOURCES_MAX = 16
 SOURCE_NUMBERS_MAX = 23
-RATE_NUMBERS_MAX = 1 + len(Failure) * (7 + MEMORY)
-NUMBERS_MAX = RATE_NUMBERS_MAX + SOURCES_MAX * SOURCE_NUMBERS_MAX
+NUMBERS_MAX = 1 + len(Failure) * (7 + MEMORY) + SOURCES_MAX * SOURCE_NUMBERS_MAX
 SOURCE = re.compile(r"source\.([a-z]{1,20})\.([a-z0-9_.]{1,20})")
 
 Sources = Mapping[str, Mapping[str, float]]
@@ -52,7 +50,7 @@ class Recalled:
 
 def remember(known: Measurements, sources: Sources | None = None) -> dict[str, float]:
     """The dict to keep. `sources`: the numbers of each source of predictions, by name."""
-    found: dict[str, float] = {"version": VERSION if sources else WITHOUT_SOURCES}
+    found: dict[str, float] = {"version": VERSION}
     for source, numbers in (sources or {}).items():
         found |= {f"source.{source}.{name}": number for name, number in numbers.items()}
     for failure in Failure:
@@ -75,7 +73,7 @@ def recall(value: object) -> Recalled:
     whole, and `refused` says why."""
     try:
         numbers = _numbers(value)
-        sources = _sources(numbers) if value["version"] == VERSION else {}  # type: ignore[index]  # it is a dict
+        sources = _sources(numbers)
         rates = {failure.value: _rate(numbers, failure.value) for failure in Failure}
         if numbers:
             raise _Refused(f"it has the unknown name {min(numbers)[:80]!r}")
@@ -124,11 +122,8 @@ def _numbers(value: object) -> dict[str, float]:
             raise _Refused(f"{name[:80]!r} is not a number from 0 to {LARGEST:g}")
         numbers[name] = float(number)
     version = _pop_number(numbers, "version")
-    if version not in (WITHOUT_SOURCES, VERSION):
-        raise _Refused(f"its version is {version:g}; this ckpt reads {WITHOUT_SOURCES} and {VERSION}")
-    most = RATE_NUMBERS_MAX if version == WITHOUT_SOURCES else NUMBERS_MAX
-    if len(value) > most:
-        raise _Refused(f"it has more than {most} numbers")
+    if version != VERSION:
+        raise _Refused(f"its version is {version:g}; this ckpt reads version {VERSION}")
     return numbers
 
 

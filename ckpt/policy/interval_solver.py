@@ -21,8 +21,8 @@ Each level has an interval of least cost (Young 1974, for its own cost and failu
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from ckpt.policy.adaptive import Adaptive, Chosen, Decision, LocalBy, StoreBy
@@ -69,8 +69,14 @@ def decide(
     Pure: the same arguments give the same answer, in a fraction of a millisecond. Call it after every snapshot, commit
     and failure, and now and then in between, since time without an event changes the estimates, too.
     """
-    within = _Limits(limits.overhead, limits.store_mb_s, limits.at_risk_s, Limits(unsaved_s=unsaved_s).unsaved_s)
-    needs = _Needs(known, within, nodes, peers, slots)
+    unsaved_s = Limits(unsaved_s=unsaved_s).unsaved_s
+    given = {
+        "overhead": limits.overhead,
+        "store_mb_s": limits.store_mb_s,
+        "at_risk_s": limits.at_risk_s,
+        "unsaved_s": unsaved_s,
+    }
+    needs = _Needs(known, {each: value for each in LIMITS if (value := given[each]) is not None}, nodes, peers, slots)
     wanted = needs.best_choice()
     if current is None or start_levels(current) != start_levels(wanted) or not needs.is_possible(current):
         return needs.make_decision(wanted)
@@ -122,21 +128,11 @@ def _has_left_bound(bound_s: float, measured: RobustMean) -> bool:
     return abs(bound_s - (settled.mean or 0.0)) > BOUND_DEVIATIONS * math.hypot(measured.error, settled.error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits(Adaptive):
-    """All limits that are kept."""
-
-    unsaved_s: float | None = None
-
-    def __post_init__(self) -> None:
-        """Checks nothing: the user's limits were checked, and those of `surely` may be tighter than a user may give."""
-
-
 class _Needs:
-    """The measurements as numbers. `_c`: the cost of one snapshot or commit; `_l`: the rate of the failures of its
-    level."""
+    """The measurements as numbers, per level: the cost of one snapshot or commit, the rate of the failures of that
+    level, and the errors of both."""
 
-    def __init__(self, known: Measurements, limits: _Limits, nodes: int, peers: bool, slots: int) -> None:
+    def __init__(self, known: Measurements, limits: Mapping[Limit, float], nodes: int, peers: bool, slots: int) -> None:
         self.measurements, self.limits, self.nodes, self.peers, self.slots = known, limits, nodes, peers, slots
         self.level_costs = m = known.level_costs(nodes, peers)
         self.memory_failures, self.store_failures = known.failures_by_level(peers)
@@ -155,7 +151,7 @@ class _Needs:
         self.store_cost_error_s = math.hypot(m.slowdown * known.commit.error, m.commit_s * known.slowdown_error)
         self.store_rate_error = known.deviation(self.store_failures, nodes)
         self.commit_high_s = known.commit.upper_value if known.commit.count else m.commit_s
-        traffic = math.inf if limits.store_mb_s is None else limits.store_mb_s * MB
+        traffic = limits.get("store_mb_s", math.inf) * MB
         self.commit_bytes = known.commit_bytes.mean or 0.0
         self.traffic_s = self.commit_bytes / traffic
         self.step_s = known.step.mean or 0.0
@@ -177,8 +173,7 @@ class _Needs:
             "commit": stable_mean(self.commit_spacing).mean or m.commit_s,
             "store_mb_s": self.traffic_s * LIMIT_MARGIN,
         }
-        at_risk_s = math.inf if limits.at_risk_s is None else limits.at_risk_s
-        unsaved_s = math.inf if limits.unsaved_s is None else limits.unsaved_s
+        at_risk_s, unsaved_s = limits.get("at_risk_s", math.inf), limits.get("unsaved_s", math.inf)
         self.ceilings_s: dict[StoreBy, float] = {
             "unsaved_s": unsaved_s / 2 - self.step_s,  # so one commit may fail
             "at_risk_s": (at_risk_s - self.commit_high_s - self.step_s) / LIMIT_MARGIN,
@@ -212,7 +207,7 @@ class _Needs:
         best_by: LocalBy = "predictions" if self.has_predictions else "rates"
         local_by = best_by if local_s >= self.least_s[bound] else bound
         local_s = max(local_s, self.least_s[bound])
-        budget = self.limits.overhead / LIMIT_MARGIN
+        budget = self.limits["overhead"] / LIMIT_MARGIN
         if not self.measurements.commit.count:
             least_s = self.local_cost_s / budget
             local_by, local_s = ("overhead", least_s) if least_s > local_s else (local_by, local_s)
@@ -229,7 +224,7 @@ class _Needs:
             both_by: LocalBy = bound if store_by == "snapshot" and store_s <= self.least_s[bound] else "store"
             return Chosen(self._local_s(1, budget), 1, both_by, store_by)
         choices = [Chosen(self._local_s(k, budget), k, local_by, store_by) for k in nearest_counts(store_s / local_s)]
-        limits = replace(self.limits, overhead=budget)
+        limits = {**self.limits, "overhead": budget}
         breaks = [len(self.broken_limits(each, limits)) for each in choices]
         return min(zip(breaks, choices, strict=True), key=lambda each: (each[0], self._cost(each[1])))[1]
 
@@ -306,7 +301,7 @@ class _Needs:
             found["store_mb_s"] = self.commit_bytes / choice.store_s / MB
             found["unsaved_s"] = self.commit_spacing_max_s(choice)
             found["at_risk_s"] = self.loss_max_s(choice)
-        return {each: taken for each, taken in found.items() if getattr(self.limits, each) is not None}
+        return {each: taken for each, taken in found.items() if each in self.limits}
 
     def limit_use_max(self, choice: Chosen) -> dict[Limit, float]:
         """The same, if all measurements are three standard deviations better than the truth."""
@@ -331,11 +326,11 @@ class _Needs:
             self.measurements.with_long_window(), self.limits, self.nodes, self.peers, self.slots
         ).limit_use_max(stay)
         tighter = {
-            each: getattr(self.limits, each) * taken / may_take[each]
+            each: self.limits[each] * taken / may_take[each]
             for each, taken in takes.items()
             if 0 < taken < may_take[each]
         }
-        found = _Needs(self.measurements, replace(self.limits, **tighter), self.nodes, self.peers, self.slots)
+        found = _Needs(self.measurements, {**self.limits, **tighter}, self.nodes, self.peers, self.slots)
         found.settle_bounds(stay)
         return found
 
@@ -343,12 +338,12 @@ class _Needs:
         """Whether the intervals keep these limits, or use no more of them than the current ones do."""
         now = self.limit_use(stay)
         return all(
-            taken <= max(getattr(self.limits, each) * (1 + ROUNDING), now.get(each, 0.0))
+            taken <= max(self.limits[each] * (1 + ROUNDING), now.get(each, 0.0))
             for each, taken in self.limit_use(choice).items()
             if each in names
         )
 
-    def broken_limits(self, choice: Chosen, limits: _Limits, deviations: float = 0.0) -> set[Bound]:
+    def broken_limits(self, choice: Chosen, limits: Mapping[Limit, float], deviations: float = 0.0) -> set[Bound]:
         """The limits and bounds that the intervals break. A limit, and the time of a commit, must be exceeded by
         `deviations` standard deviations, the other bounds by more than LIMIT_MARGIN."""
         off_s = deviations * self.measurements.commit.error
@@ -357,21 +352,21 @@ class _Needs:
             found.add("commit")
         errors = self._errors(choice)
         takes = {each: taken - deviations * errors[each] for each, taken in self.limit_use(choice).items()}
-        return found | {each for each, taken in takes.items() if taken > getattr(limits, each) * (1 + ROUNDING)}
+        return found | {each for each, taken in takes.items() if taken > limits[each] * (1 + ROUNDING)}
 
     def has_conflict(self) -> bool:
         """Whether no intervals keep all limits."""
         return not self.broken_limits(self.best_choice(), self.limits).isdisjoint(LIMITS)
 
-    def relaxed_limits(self, wanted: Chosen, deviations: float = 0.0) -> _Limits:
+    def relaxed_limits(self, wanted: Chosen, deviations: float = 0.0) -> dict[Limit, float]:
         """The limits, relaxed where the wanted intervals break one or come within `deviations` standard deviations of
         it. A relaxed limit allows what the wanted intervals use, with the same margin in hand."""
         errors, found = self._errors(wanted), dict[Limit, float]()
         for each, taken in self.limit_use(wanted).items():
-            limit = getattr(self.limits, each)
+            limit = self.limits[each]
             if taken + deviations * errors[each] > limit * (1 + ROUNDING):
                 found[each] = min(max(limit, LIMIT_MARGIN * taken), 1.0 if each == "overhead" else math.inf)
-        return replace(self.limits, **found)
+        return {**self.limits, **found}
 
     def make_decision(self, choice: Chosen) -> Decision:
         m, broken = self.level_costs, self.broken_limits(choice, self.limits)

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import DamagedData, UsageError
+from ckpt.predict.calibration import sigmoid
 
 Floats = npt.NDArray[np.float32]
 
@@ -74,10 +75,7 @@ class Trained:
         return np.asarray(found, dtype=np.float64)
 
     def probabilities(self, windows: Floats) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = 1 / (
-            1 + np.exp(-np.clip(self.slope * self.logits(windows) + self.shift, -30, 30))
-        )
-        return found
+        return sigmoid(self.slope * self.logits(windows) + self.shift)
 
 
 def shapes(signals: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -115,7 +113,7 @@ def _sigmoid(x: Floats) -> Floats:
 
 
 class PredictorReader:
-    """A trained predictor in use, fed one reading at a time. Implements watching.Model."""
+    """A trained predictor in use, fed one reading at a time. `alarm_above`: the probability that is an alarm."""
 
     def __init__(self, trained: Trained) -> None:
         self.alarm_above = trained.alarm_above
@@ -123,6 +121,7 @@ class PredictorReader:
         self._rows: collections.deque[Floats] = collections.deque(maxlen=trained.window)
 
     def add_reading(self, values: dict[str, float]) -> float | None:
+        """The probability after one more reading; None while there are too few readings."""
         self._rows.append(self._predictor.rows([values])[0])
         if len(self._rows) < self._predictor.window:
             return None
@@ -135,6 +134,9 @@ class PredictorReader:
 def save(trained: Trained, path: str | os.PathLike[str]) -> None:
     """Writes the predictor. The file appears only when it is complete. Errors: UsageError if it could not be read back;
     OSError."""
+    wanted = shapes(len(trained.signals), trained.hidden)
+    if {name: each.shape for name, each in trained.arrays.items()} != wanted:
+        raise UsageError("the arrays of the predictor do not have the shapes of its network")
     header = {
         "signals": list(trained.signals),
         "window": trained.window,
@@ -143,7 +145,7 @@ def save(trained: Trained, path: str | os.PathLike[str]) -> None:
         "report": dict(trained.report),
     }
     text = json.dumps(header).encode()
-    arrays = [np.ascontiguousarray(trained.arrays[name], dtype="<f4").tobytes() for name in _checked_shapes(trained)]
+    arrays = [np.ascontiguousarray(trained.arrays[name], dtype="<f4").tobytes() for name in wanted]
     body = b"".join([_HEAD.pack(MAGIC, VERSION, len(text)), text, *arrays])
     data = body + hashlib.sha256(body).digest()
     try:
@@ -240,11 +242,3 @@ def _number(found: Any, name: str) -> float:
     if not isinstance(found, int | float) or isinstance(found, bool) or not abs(found) <= sys.float_info.max:
         raise _BadModel(f"{name} is not a number")
     return float(found)
-
-
-def _checked_shapes(trained: Trained) -> dict[str, tuple[int, ...]]:
-    """The shapes of the predictor's arrays. Errors: UsageError if its arrays have others."""
-    found = shapes(len(trained.signals), trained.hidden)
-    if {name: each.shape for name, each in trained.arrays.items()} != found:
-        raise UsageError("the arrays of the predictor do not have the shapes of its network")
-    return found

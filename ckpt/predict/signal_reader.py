@@ -19,8 +19,9 @@ from ckpt.settings import Settings
 from ckpt.threads import Tasks
 
 if TYPE_CHECKING:
+    from ckpt.predict.model import PredictorReader
     from ckpt.predict.signals import Sampler
-    from ckpt.predict.watching import Alarm, Model, SignalWatch
+    from ckpt.predict.watching import Alarm, SignalWatch
 
 # Readings after which the watching sources are reported again: an earlier report may be lost.
 REPORT_EVERY = 12
@@ -38,7 +39,7 @@ class SignalReader:
         self, settings: Settings, url: str, post: Callable[[Callable[[], None]], None], heard: Heard, events: Events
     ) -> None:
         self._settings, self._post, self._on_signals, self._events = settings, post, heard, events
-        self._is_reading = False
+        self.is_reading = False
         # Keeps readings between the lines `signals.begin` and `signals.end`.
         self._log_lock = threading.Lock()
         self._readings_until_report = 0
@@ -47,18 +48,14 @@ class SignalReader:
         self._tasks: Tasks | None = None
         self._log_header = {"by": "agent", "node": socket.gethostname(), "url": url, "pid": os.getpid()}
 
-    @property
-    def is_reading(self) -> bool:
-        return self._is_reading
-
     def set_reading(self, on: bool) -> None:
         """Switches reading on or off: whether a job trains here. The first `on` starts the thread."""
-        if on == self._is_reading or self._settings.signals == "off":
+        if on == self.is_reading or self._settings.signals == "off":
             return
         if self._signal_log is None and self._settings.signals_log is not None:
             self._signal_log = JsonLines(self._settings.signals_log, self._log_header)
         with self._log_lock:
-            self._is_reading = on
+            self.is_reading = on
             if self._signal_log is not None:
                 self._signal_log(Event("signals.begin" if on else "signals.end", ""))
         if on and self._tasks is None:
@@ -98,7 +95,7 @@ class SignalReader:
         try:
             sampler, watch = Sampler(gpus=gpus), SignalWatch(self._load_predictor())
             while not self._tasks.stopping.is_set():
-                if self._is_reading:
+                if self.is_reading:
                     self._read(sampler, watch)
                 self._tasks.stopping.wait(self._settings.signals_interval_s)
         except Exception as exc:
@@ -118,7 +115,7 @@ class SignalReader:
         alarms = watch.add_reading(now_s, values)
         rounded = {name: float(f"{value:.6g}") for name, value in values.items()}
         with self._log_lock:
-            if self._is_reading and self._signal_log is not None:
+            if self.is_reading and self._signal_log is not None:
                 self._signal_log(Event("signals", "", data={"values": rounded}))
         sources = watch.sources
         self._readings_until_report -= 1
@@ -126,7 +123,7 @@ class SignalReader:
             self._readings_until_report = REPORT_EVERY
             self._post(lambda: self._on_signals(sources, alarms))
 
-    def _load_predictor(self) -> Model | None:
+    def _load_predictor(self) -> PredictorReader | None:
         """The predictor that CKPT_PREDICTOR names; None without one, or, with a warning, if it cannot be read."""
         path = self._settings.predictor
         if path is None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.cgroups import find_control_groups, read_kernel_file
@@ -30,33 +29,26 @@ DEVICES_MAX = 32  # disks, interfaces, memory controllers: the first ones by nam
 VIRTUAL = ("loop", "ram", "zram", "dm-", "md", "sr", "fd")
 
 
-@dataclass(frozen=True, slots=True)
-class Roots:
-    """The folders of the kernel's files."""
-
-    proc: Path = Path("/proc")
-    sys: Path = Path("/sys")
-
-
 class Sampler:
-    """Reads the signals. One thread at a time. It looks for devices once: a disk that is added later is not read."""
+    """Reads the signals, from the kernel's files below `root`. One thread at a time. It looks for devices once: a disk
+    that is added later is not read."""
 
-    def __init__(self, roots: Roots | None = None, gpus: Gpus | None = None) -> None:
-        roots = Roots() if roots is None else roots
+    def __init__(self, root: Path = Path("/"), gpus: Gpus | None = None) -> None:
+        proc, sys = root / "proc", root / "sys"
         self._gpus = gpus
-        self._meminfo = roots.proc / "meminfo"
+        self._meminfo = proc / "meminfo"
         self._groups = [
-            group for group in find_control_groups(roots.sys / "fs/cgroup", _own_cgroup(roots)) if group.folder.is_dir()
+            group for group in find_control_groups(sys / "fs/cgroup", _own_cgroup(proc)) if group.folder.is_dir()
         ]
-        self._pressure = {name: roots.proc / "pressure" / name for name in ("memory", "io", "cpu")}
+        self._pressure = {name: proc / "pressure" / name for name in ("memory", "io", "cpu")}
         self._ecc = {
-            f"ecc.{what}": _find_paths(roots.sys / "devices/system/edac/mc", f"mc*/{file}")
+            f"ecc.{what}": _find_paths(sys / "devices/system/edac/mc", f"mc*/{file}")
             for what, file in (("corrected", "ce_count"), ("uncorrected", "ue_count"))
         }
-        disks = [path for path in _find_paths(roots.sys / "block", "*") if not path.name.startswith(VIRTUAL)]
+        disks = [path for path in _find_paths(sys / "block", "*") if not path.name.startswith(VIRTUAL)]
         self._disks = [path / "stat" for path in disks if (path / "stat").exists()]
         self._disk_errors = [path / "device/ioerr_cnt" for path in disks if (path / "device/ioerr_cnt").exists()]
-        links = [path / "statistics" for path in _find_paths(roots.sys / "class/net", "*") if path.name != "lo"]
+        links = [path / "statistics" for path in _find_paths(sys / "class/net", "*") if path.name != "lo"]
         links = [path for path in links if path.is_dir()]
         self._net = {
             f"net.{what}": [link / f"{way}_{file}" for link in links for way in ("rx", "tx")]
@@ -130,9 +122,9 @@ class Sampler:
                 found["disk.wait_s"] = max(found.get("disk.wait_s", 0.0), each_s)
 
 
-def _own_cgroup(roots: Roots) -> str:
+def _own_cgroup(proc: Path) -> str:
     with contextlib.suppress(OSError):
-        return read_kernel_file(roots.proc / "self/cgroup")
+        return read_kernel_file(proc / "self/cgroup")
     return ""
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ckpt.predict.cusum import Cusum
 from ckpt.predict.scoring import WINDOW_S
+
+if TYPE_CHECKING:
+    from ckpt.predict.model import PredictorReader
 
 PERIOD_S = 5.0  # between two readings
 FAMILIES = ("memory", "io", "cpu", "ecc", "disk", "net", "gpu")
@@ -50,20 +53,10 @@ class Alarm:
     probability: float | None = None
 
 
-class Model(Protocol):
-    """A trained predictor. `alarm_above`: the probability that is an alarm."""
-
-    alarm_above: float
-
-    def add_reading(self, values: dict[str, float]) -> float | None:
-        """The probability after one more reading; None while there are too few readings."""
-        ...
-
-
 class SignalWatch:
     """The watch over one node. Times are on a clock that never goes back. One thread at a time."""
 
-    def __init__(self, model: Model | None = None) -> None:
+    def __init__(self, model: PredictorReader | None = None) -> None:
         self._model = model
         self._detectors: dict[str, Cusum] = {}
         self._raised_at_s: dict[str, float] = {}

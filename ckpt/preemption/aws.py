@@ -10,7 +10,6 @@ state".
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt.events import Events
-from ckpt.preemption.metadata import Reply, Service, http_time_s, iso_time_s, printable_field
+from ckpt.preemption.metadata import ADDRESS, Reply, Service, http_time_s, iso_time_s, printable_field
 from ckpt.preemption.notice import FirstDeadlines, KnownNotices, Notice, OnNoticeChange
 from ckpt.preemption.poll import Fault, poll_until_stopped
 
@@ -34,9 +33,6 @@ MAINTENANCE_OVER = frozenset({"canceled", "completed"})
 STATE = re.compile(r"[A-Za-z]+(:[A-Za-z]+)?")
 TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 
-# Handles the answer of one path; None where the answer was 404.
-HandleReply = Callable[[Reply | None, KnownNotices], None]
-
 
 class AwsListener:
     """Polls four paths every five seconds. A fault of one path does not stop the polls of the others."""
@@ -45,7 +41,7 @@ class AwsListener:
 
     def __init__(
         self,
-        endpoint: str = "http://169.254.169.254",
+        endpoint: str = ADDRESS,
         *,
         events: Events | None = None,
         timeout_s: float = 2.0,
@@ -56,36 +52,39 @@ class AwsListener:
         self._events = events
         self._timeout_s = timeout_s
         self._now_s = now_s
-        self._first_deadlines: FirstDeadlines = {} if first is None else first
+        self._first_deadlines = first
         self._token = ""
         self._token_until_s = 0.0  # on the monotonic clock
 
     def listen(self, stop: threading.Event, tell: OnNoticeChange) -> None:
-        def known(source: str) -> KnownNotices:
-            return KnownNotices(tell, self._first_deadlines.setdefault(source, {}))
-
-        questions: list[tuple[str, KnownNotices, HandleReply]] = [
-            ("/latest/meta-data/spot/instance-action", known("aws-spot"), self._handle_spot),
-            ("/latest/meta-data/events/recommendations/rebalance", known("aws-rebalance"), self._handle_rebalance),
-            ("/latest/meta-data/events/maintenance/scheduled", known("aws-maintenance"), self._handle_maintenance),
-            ("/latest/meta-data/autoscaling/target-lifecycle-state", known("aws-lifecycle"), self._handle_lifecycle),
+        questions = [
+            (path, KnownNotices(source, tell, self._first_deadlines), read)
+            for source, path, read in (
+                ("aws-spot", "spot/instance-action", self._read_spot),
+                ("aws-rebalance", "events/recommendations/rebalance", self._read_rebalance),
+                ("aws-maintenance", "events/maintenance/scheduled", self._read_maintenance),
+                ("aws-lifecycle", "autoscaling/target-lifecycle-state", self._read_lifecycle),
+            )
         ]
 
         def ask() -> float:
             # Without a token no path can be asked.
             self._valid_token(stop)
             faults: list[Fault] = []
-            for path, known, hear in questions:
+            for path, known, read in questions:
                 try:
-                    hear(self._get(path, stop), known)
+                    reply = self._get(f"/latest/meta-data/{path}", stop)
+                    if reply is None:
+                        known.set_standing([])
+                    else:
+                        read(reply, known)
                 except Fault as exc:
                     faults.append(exc)
             if faults:
                 raise faults[0]
             return POLL_S
 
-        with contextlib.closing(self._service):
-            poll_until_stopped(self.name, stop, ask, self._events)
+        poll_until_stopped(self.name, stop, ask, self._events)
 
     def _get(self, path: str, stop: threading.Event) -> Reply | None:
         """The reply, or None for 404. A refused token is dropped, and one new token is tried. Errors: Fault."""
@@ -117,10 +116,7 @@ class AwsListener:
         self._token, self._token_until_s = token, asked_s + TOKEN_TTL_S - 60.0
         return token
 
-    def _handle_spot(self, reply: Reply | None, known: KnownNotices) -> None:
-        if reply is None:
-            known.set_standing("aws-spot", [])
-            return
+    def _read_spot(self, reply: Reply, known: KnownNotices) -> None:
         said = _json_object(reply.json())
         action, when = printable_field(said.get("action")), printable_field(said.get("time"))
         key = f"{action} {when}"
@@ -129,43 +125,40 @@ class AwsListener:
         if action == "hibernate":
             deadline_s = known.earliest_deadline(key, min(deadline_s, self._now_s()))
         told = f"EC2 will {action} this spot instance at {when}"
-        known.set_standing("aws-spot", [Notice(deadline_s, "aws-spot", True, key, told)])
+        known.set_standing([Notice(deadline_s, known.source, True, key, told)])
 
-    def _handle_rebalance(self, reply: Reply | None, known: KnownNotices) -> None:
-        if reply is None:
-            known.set_standing("aws-rebalance", [])
-            return
+    def _read_rebalance(self, reply: Reply, known: KnownNotices) -> None:
         key = printable_field(_json_object(reply.json()).get("noticeTime"))
         deadline_s = known.earliest_deadline(key, self._now_s() + SPOT_LEAD_S)
         told = f"EC2 recommends leaving this spot instance (since {key})"
-        known.set_standing("aws-rebalance", [Notice(deadline_s, "aws-rebalance", False, key, told)])
+        known.set_standing([Notice(deadline_s, known.source, False, key, told)])
 
-    def _handle_maintenance(self, reply: Reply | None, known: KnownNotices) -> None:
+    def _read_maintenance(self, reply: Reply, known: KnownNotices) -> None:
         def scheduled(event: object) -> Notice | None:
             said = _json_object(event)
             code, state = printable_field(said.get("Code")), str(said.get("State", "")).lower()
-            if reply is None or code not in MAINTENANCE_CODES or state in MAINTENANCE_OVER:
+            if code not in MAINTENANCE_CODES or state in MAINTENANCE_OVER:
                 return None
             when = printable_field(said.get("NotBefore"))
             key = printable_field(said.get("EventId") or f"{code} {when}")
             told = f"EC2 has scheduled {code} for this instance, not before {when} ({key})"
-            return Notice(reply.to_local_s(http_time_s(when)), "aws-maintenance", True, key, told)
+            return Notice(reply.to_local_s(http_time_s(when)), known.source, True, key, told)
 
-        events = [] if reply is None else reply.json()
+        events = reply.json()
         if not isinstance(events, list):
             raise Fault("the answer is not a list of scheduled events")
-        known.set_from_entries("aws-maintenance", events, scheduled)
+        known.set_from_entries(events, scheduled)
 
-    def _handle_lifecycle(self, reply: Reply | None, known: KnownNotices) -> None:
-        state = "" if reply is None else reply.text()
-        if reply is not None and not STATE.fullmatch(state):
+    def _read_lifecycle(self, reply: Reply, known: KnownNotices) -> None:
+        state = reply.text()
+        if not STATE.fullmatch(state):
             raise Fault(f"the answer is not a lifecycle state: {state[:50]!r}")
         if state != "Terminated":
-            known.set_standing("aws-lifecycle", [])
+            known.set_standing([])
             return
-        deadline_s = known.earliest_deadline("Terminated", self._now_s() + LIFECYCLE_LEAD_S)
+        deadline_s = known.earliest_deadline(state, self._now_s() + LIFECYCLE_LEAD_S)
         told = "the Auto Scaling group is about to terminate this instance"
-        known.set_standing("aws-lifecycle", [Notice(deadline_s, "aws-lifecycle", True, "Terminated", told)])
+        known.set_standing([Notice(deadline_s, known.source, True, state, told)])
 
 
 def _json_object(value: object) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from ckpt.errors import UsageError
 from ckpt.events import Events
-from ckpt.preemption.metadata import Reply, Service, http_time_s, printable_field
+from ckpt.preemption.metadata import ADDRESS, Reply, Service, http_time_s, printable_field
 from ckpt.preemption.notice import FirstDeadlines, KnownNotices, Notice, NoticeChange, OnNoticeChange
 from ckpt.preemption.poll import Fault, poll_until_stopped
 
@@ -39,7 +39,7 @@ class AzureListener:
 
     def __init__(
         self,
-        endpoint: str = "http://169.254.169.254",
+        endpoint: str = ADDRESS,
         *,
         events: Events | None = None,
         timeout_s: float = 5.0,
@@ -52,7 +52,7 @@ class AzureListener:
         self._timeout_s = timeout_s
         self._first_answer_s = first_answer_s
         self._now_s = now_s
-        self._first_deadlines: FirstDeadlines = {} if first is None else first
+        self._first_deadlines = first
         self._vm_name = ""
         self._has_answered = False
         # The keys of the standing notices. The set is replaced as a whole, so other threads may read it.
@@ -64,7 +64,7 @@ class AzureListener:
             self._standing_keys = kept | {word.key} if isinstance(word, Notice) else kept
             tell(word)
 
-        known = KnownNotices(tell_and_keep, self._first_deadlines.setdefault(self.name, {}))
+        known = KnownNotices(self.name, tell_and_keep, self._first_deadlines)
         self._standing_keys = frozenset()
         # The last document that was read, if no notice stood by it.
         quiet = b""
@@ -86,12 +86,11 @@ class AzureListener:
                     reply = self._get(EVENTS, stop, self._timeout_s)
             if reply.body != quiet:
                 quiet = b""
-                known.set_from_entries(self.name, _events(reply), lambda event: self._notice(event, reply, known))
+                known.set_from_entries(_events(reply), lambda event: self._notice(event, reply, known))
                 quiet = b"" if self._standing_keys else reply.body
             return POLL_S
 
-        with contextlib.closing(self._service):
-            poll_until_stopped(self.name, stop, ask, self._events)
+        poll_until_stopped(self.name, stop, ask, self._events)
 
     def acknowledge(self, key: str, stop: threading.Event) -> bool:
         """Tells Azure that the event may begin now. True if Azure accepted; after False the caller may try again.

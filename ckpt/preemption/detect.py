@@ -18,6 +18,7 @@ from ckpt.preemption.aws import AwsListener
 from ckpt.preemption.azure import AzureListener
 from ckpt.preemption.files import FileListener
 from ckpt.preemption.gcp import MAINTENANCE, PREEMPTED, GcpListener
+from ckpt.preemption.metadata import ADDRESS
 from ckpt.preemption.notice import FirstDeadlines, Listener
 from ckpt.preemption.slurm import SlurmListener
 
@@ -25,13 +26,10 @@ DMI = Path("sys/class/dmi/id")
 DMI_BYTES_MAX = 256
 AZURE_CHASSIS = "7783-7084-3265-9085-8269-3286-77"
 
-AWS_ADDRESS = "http://169.254.169.254"
-AWS_ADDRESS_IPV6 = "http://[fd00:ec2::254]"
-GCP_ADDRESS = "http://169.254.169.254"
-AZURE_ADDRESS = "http://169.254.169.254"
+ADDRESS_IPV6 = "http://[fd00:ec2::254]"  # of EC2
 
-# The variables that Endpoints.read reads. All but the last are the providers' own; Azure's libraries have none for this
-# service.
+# The variables that `Endpoints.from_variables` reads. All but the last are the providers' own; Azure's libraries have
+# none for this service.
 VARIABLES = (
     "AWS_EC2_METADATA_SERVICE_ENDPOINT",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE",
@@ -128,14 +126,14 @@ def listeners(
             refused(name, exc)
 
     if not endpoints.aws_is_disabled and (endpoints.aws or cloud is Cloud.AWS):
-        usual = AWS_ADDRESS_IPV6 if endpoints.aws_is_ipv6 else AWS_ADDRESS
+        usual = ADDRESS_IPV6 if endpoints.aws_is_ipv6 else ADDRESS
         made(AwsListener.name, lambda: AwsListener(endpoints.aws or usual, events=events, first=first))
     if endpoints.gcp or cloud is Cloud.GCP:
-        address = endpoints.gcp or GCP_ADDRESS
+        address = endpoints.gcp or ADDRESS
         made(PREEMPTED.source, lambda: GcpListener(PREEMPTED, address, events=events, first=first))
         made(MAINTENANCE.source, lambda: GcpListener(MAINTENANCE, address, events=events, first=first))
     if endpoints.azure or cloud is Cloud.AZURE:
-        made(AzureListener.name, lambda: AzureListener(endpoints.azure or AZURE_ADDRESS, events=events, first=first))
+        made(AzureListener.name, lambda: AzureListener(endpoints.azure or ADDRESS, events=events, first=first))
     if slurm_job:
         made(SlurmListener.name, lambda: SlurmListener(slurm_job, slurm_end_s, events=events))
     if file is not None:

@@ -48,11 +48,10 @@ class FileListener:
         self._path = path
         self._events = events
         self._now_s = now_s
-        self._first_deadlines: FirstDeadlines = {} if first is None else first
+        self._first_deadlines = first
 
     def listen(self, stop: threading.Event, tell: OnNoticeChange) -> None:
-        first = self._first_deadlines.setdefault(self.name, {})
-        known = KnownNotices(tell, first)
+        known = KnownNotices(self.name, tell, self._first_deadlines)
         key = printable_field(os.fspath(self._path))
         written_s = seen_s = 0.0
 
@@ -61,18 +60,18 @@ class FileListener:
             found = self._read()
             if found is None:
                 written_s = 0.0
-                known.set_standing(self.name, [])
+                known.set_standing([])
                 return POLL_S
-            is_another = not written_s and found[1] > first.get(key, math.inf) - LEAD_S
+            is_another = not written_s and found[1] > known.first_deadlines.get(key, math.inf) - LEAD_S
             if found[1] != written_s:
                 written_s, seen_s = found[1], self._now_s()
             deadline_s = deadline_of(found[0], min(seen_s, written_s))
             if deadline_s is None:
                 # The file is another one than an earlier listener saw.
                 if is_another:
-                    known.set_standing(self.name, [])
+                    known.set_standing([])
                 deadline_s = known.earliest_deadline(key, seen_s + LEAD_S)
-            known.set_standing(self.name, [Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
+            known.set_standing([Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
             return POLL_S
 
         poll_until_stopped(self.name, stop, ask, self._events)

@@ -9,7 +9,6 @@ live migration and maintenance notices".
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import urllib.parse
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.events import Events
-from ckpt.preemption.metadata import Service
+from ckpt.preemption.metadata import ADDRESS, Service
 from ckpt.preemption.notice import FirstDeadlines, KnownNotices, Notice, OnNoticeChange
 from ckpt.preemption.poll import Fault, poll_until_stopped
 
@@ -71,7 +70,7 @@ class GcpListener:
     def __init__(
         self,
         question: Question,
-        endpoint: str = "http://169.254.169.254",
+        endpoint: str = ADDRESS,
         *,
         events: Events | None = None,
         timeout_s: float = 5.0,
@@ -86,10 +85,10 @@ class GcpListener:
         self._timeout_s = timeout_s
         self._wait_s = wait_s
         self._now_s = now_s
-        self._first_deadlines: FirstDeadlines = {} if first is None else first
+        self._first_deadlines = first
 
     def listen(self, stop: threading.Event, tell: OnNoticeChange) -> None:
-        known = KnownNotices(tell, self._first_deadlines.setdefault(self.name, {}))
+        known = KnownNotices(self.name, tell, self._first_deadlines)
         # The tag of the last value; with "" the service answers at once with the current value.
         etag = ""
 
@@ -100,7 +99,7 @@ class GcpListener:
             before, etag = etag, ""
             value, etag = self._value(before, stop)
             means = self._question.meanings[value]
-            known.set_standing(self.name, [] if means is None else [self._notice(value, means, known)])
+            known.set_standing([] if means is None else [self._notice(value, means, known)])
             has_waited = time.monotonic() - began_s >= POLL_S
             return 0.0 if etag and (has_waited or not before) else POLL_S
 
@@ -111,8 +110,7 @@ class GcpListener:
         if etag:
             asked = {"wait_for_change": "true", "last_etag": etag, "timeout_sec": str(self._wait_s)}
             path, timeout_s = f"{path}?{urllib.parse.urlencode(asked)}", timeout_s + self._wait_s
-        with contextlib.closing(self._service):  # a minute apart, requests gain nothing by an open connection
-            reply = self._service.request("GET", path, {"Metadata-Flavor": "Google"}, stop, timeout_s=timeout_s)
+        reply = self._service.request("GET", path, {"Metadata-Flavor": "Google"}, stop, timeout_s=timeout_s)
         if reply.status != 200:
             raise Fault(f"GET {path} was answered with status {reply.status}")
         value = reply.text()

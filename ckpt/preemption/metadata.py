@@ -1,7 +1,6 @@
 """The client of a machine's metadata service: small requests to one address, bounded in time and bytes.
 
-- No proxy is used and no redirect is followed. The connection stays open between requests, except after POST.
-- If the service has closed the open connection, the request is sent once more over a new one. POST is never sent twice.
+- No proxy is used and no redirect is followed. Each request has a connection of its own, and is sent once.
 - A request ends within half a second after `stop` is set, at its deadline, and when more bytes come than any correct
   answer has. A reply that was cut short, in its headers or its body, raises Fault.
 """
@@ -20,16 +19,14 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ckpt.errors import UsageError
 from ckpt.preemption.poll import Fault
 
-if TYPE_CHECKING:
-    from http.client import HTTPConnection
-
 T = TypeVar("T")
 
+ADDRESS = "http://169.254.169.254"  # of all three clouds
 FIELD_LENGTH_MAX = 200  # characters of a service's text in a key or a message
 BODY_BYTES_MAX = 64 << 10
 REPLY_BYTES_MAX = 4 * BODY_BYTES_MAX  # with headers, and with the chunks' own
@@ -74,8 +71,7 @@ class Reply:
 
 
 class Service:
-    """The metadata service at `endpoint`: an http URL, or host and port as some SDKs give it. POST may be sent from any
-    thread; all other requests, and `close`, belong to one thread.
+    """The metadata service at `endpoint`: an http URL, or host and port as some SDKs give it. Any thread may use it.
 
     Errors: the constructor raises UsageError for any other endpoint.
     """
@@ -93,13 +89,6 @@ class Service:
                 f"{endpoint!r} is not the address of a metadata service; give one such as http://127.0.0.1:1338"
             )
         self._base = url.path.rstrip("/")
-        self._idle: HTTPConnection | None = None  # its `sock` is a _Socket
-
-    def close(self) -> None:
-        """Closes the open connection. The next request opens another one."""
-        idle, self._idle = self._idle, None
-        if idle is not None:
-            idle.close()
 
     def request(
         self,
@@ -114,31 +103,11 @@ class Service:
         """Sends one request and returns the whole reply, of any status. Errors: Fault, also if `stop` is set."""
         from http.client import HTTPConnection, HTTPException
 
-        until_s = time.monotonic() + timeout_s
-        idle = None
-        if method != "POST":
-            idle, self._idle = self._idle, None
+        connection = HTTPConnection(self._host, self._port)
         try:
-            if idle is not None:
-                # Suppressed: the service has closed the open connection.
-                with contextlib.suppress(ConnectionError):
-                    cast(_Socket, idle.sock).begin(stop, until_s)
-                    return self._exchange(idle, method, path, headers, body)
-            connection = HTTPConnection(self._host, self._port)
-            connection.sock = _Socket.connected(self._host, self._port, stop, until_s)
-            return self._exchange(connection, method, path, headers, body)
-        except (OSError, ValueError, HTTPException, Fault) as exc:  # ValueError: an impossible host name or header
-            raise Fault(f"{method} {self.endpoint}{path}: {exc}") from exc
-
-    def _exchange(
-        self, connection: HTTPConnection, method: str, path: str, headers: Mapping[str, str], body: bytes | None
-    ) -> Reply:
-        """One exchange. Afterwards the connection is kept for the next request, or closed. Errors: Fault, OSError,
-        HTTPException, ValueError."""
-        wire, is_reusable = cast(_Socket, connection.sock), False
-        try:
+            connection.sock = wire = _Socket(self._host, self._port, stop, time.monotonic() + timeout_s)
             sent_s = self._now_s()
-            connection.request(method, self._base + path, body, dict(headers))
+            connection.request(method, self._base + path, body, {**headers, "Connection": "close"})
             with connection.getresponse() as answer:
                 if wire.has_ended:
                     raise Fault("the connection ended within the headers of the reply")
@@ -149,39 +118,31 @@ class Service:
                     raise Fault(f"the reply has more than {BODY_BYTES_MAX} bytes")
                 if answer.length:
                     raise Fault(f"the connection ended after {len(content)} bytes of the body")
-                is_reusable = method != "POST" and answer.isclosed() and not answer.will_close
             etag, date = answer.getheader("ETag", ""), answer.getheader("Date", "")
             return Reply(answer.status, content, etag, date, sent_s, self._now_s())
+        except (OSError, ValueError, HTTPException, Fault) as exc:  # ValueError: an impossible host name or header
+            raise Fault(f"{method} {self.endpoint}{path}: {exc}") from exc
         finally:
-            if is_reusable:
-                self._idle = connection
-            else:
-                connection.close()
+            connection.close()
 
 
 class _Socket(socket.socket):
-    """A socket whose waits end when `stop` is set and at `until_s`, and which gives at most REPLY_BYTES_MAX bytes to
-    each exchange. `has_ended`: the other end has closed it. Errors: Fault, TimeoutError, OSError."""
+    """A connected socket whose waits end when `stop` is set and at `until_s`, and which gives at most REPLY_BYTES_MAX
+    bytes. `has_ended`: the other end has closed it. Errors: Fault, TimeoutError, OSError."""
 
-    @classmethod
-    def connected(cls, host: str, port: int, stop: threading.Event, until_s: float) -> _Socket:
+    def __init__(self, host: str, port: int, stop: threading.Event, until_s: float) -> None:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = cls(family, kind, protocol)
+        super().__init__(family, kind, protocol)
+        self._stop, self._until_s, self._bytes_left, self.has_ended = stop, until_s, REPLY_BYTES_MAX, False
         try:
-            made.setblocking(False)
-            made.begin(stop, until_s)
-            made.connect_ex(address)
-            made._await(select.POLLOUT)
-            if error := made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.setblocking(False)
+            self.connect_ex(address)
+            self._await(select.POLLOUT)
+            if error := self.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(error, os.strerror(error))
         except BaseException:
-            made.close()
+            self.close()
             raise
-        return made
-
-    def begin(self, stop: threading.Event, until_s: float) -> None:
-        """Begins one exchange."""
-        self._stop, self._until_s, self._bytes_left, self.has_ended = stop, until_s, REPLY_BYTES_MAX, False
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         while True:

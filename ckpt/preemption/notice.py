@@ -78,34 +78,34 @@ class Listener(Protocol):
 
 
 class KnownNotices:
-    """The notices that one source has reported and not withdrawn. Belongs to the listening thread. `first`: the
-    deadlines that `earliest_deadline` recorded for the source. The next listener of the source continues with them.
-    """
+    """The notices that one source has reported and not withdrawn. Belongs to the listening thread. `first`: by source,
+    the deadlines that `earliest_deadline` recorded. The next listener of the source continues with them."""
 
-    def __init__(self, tell: OnNoticeChange, first: dict[str, float] | None = None) -> None:
+    def __init__(self, source: str, tell: OnNoticeChange, first: FirstDeadlines | None = None) -> None:
+        self.source = source
         self._on_change = tell
         self._reported_by_key: dict[str, Notice] = {}
-        self._first_deadlines = {} if first is None else first
+        self.first_deadlines = {} if first is None else first.setdefault(source, {})
 
     def earliest_deadline(self, key: str, deadline_s: float) -> float:
         """The deadline of an event that names no time: the earlier of `deadline_s` and the recorded one."""
-        told, first_s = self._reported_by_key.get(key), self._first_deadlines.get(key, deadline_s)
+        told, first_s = self._reported_by_key.get(key), self.first_deadlines.get(key, deadline_s)
         if told is not None:
             return min(told.deadline_s, deadline_s)
-        self._first_deadlines[key] = min(first_s, deadline_s) if deadline_s - first_s <= STALE_S else deadline_s
-        return self._first_deadlines[key]
+        self.first_deadlines[key] = min(first_s, deadline_s) if deadline_s - first_s <= STALE_S else deadline_s
+        return self.first_deadlines[key]
 
-    def set_standing(self, source: str, notices: Iterable[Notice]) -> None:
+    def set_standing(self, notices: Iterable[Notice]) -> None:
         """Sets which notices stand now. Reports those that are new, have moved or are gone."""
         now = {each.key: each for each in notices}
-        for key in [key for key in {**self._reported_by_key, **self._first_deadlines} if key not in now]:
+        for key in [key for key in {**self._reported_by_key, **self.first_deadlines} if key not in now]:
             self._reported_by_key.pop(key, None)
-            self._first_deadlines.pop(key, None)
-            self._on_change(Withdrawn(source, key))
+            self.first_deadlines.pop(key, None)
+            self._on_change(Withdrawn(self.source, key))
         for notice in now.values():
             self._report_notice(notice)
 
-    def set_from_entries(self, source: str, entries: Iterable[T], read: Callable[[T], Notice | None]) -> None:
+    def set_from_entries(self, entries: Iterable[T], read: Callable[[T], Notice | None]) -> None:
         """Like `set_standing`, with the notices that `read` returns for a list's entries; None: the entry does not
         count.
 
@@ -121,7 +121,7 @@ class KnownNotices:
             except Fault as exc:
                 faults.append(exc)
         if not faults:
-            self.set_standing(source, notices)
+            self.set_standing(notices)
             return
         for notice in notices:
             self._report_notice(notice)

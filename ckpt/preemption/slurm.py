@@ -64,7 +64,7 @@ class SlurmListener:
         self._now_s = now_s
 
     def listen(self, stop: threading.Event, tell: OnNoticeChange) -> None:
-        known = KnownNotices(tell)
+        known = KnownNotices(self.name, tell)
         if self._end_s is not None:
             self._follow_end(self._end_s, known, stop)
             stop.wait()
@@ -73,7 +73,7 @@ class SlurmListener:
         def ask() -> float:
             asked_s = self._now_s()
             left_s = time_left_s(self._run_squeue(stop, self._timeout_s))
-            known.set_standing(self.name, [] if left_s is None else [self._notice(asked_s + left_s)])
+            known.set_standing([] if left_s is None else [self._notice(asked_s + left_s)])
             return POLL_NEAR_S if left_s is not None and left_s < NEAR_S else POLL_S
 
         poll_until_stopped(self.name, stop, ask, self._events)
@@ -81,7 +81,7 @@ class SlurmListener:
     def _follow_end(self, end_s: float, known: KnownNotices, stop: threading.Event) -> None:
         while True:
             if (wait_s := end_s - NEAR_S - self._now_s()) > 0:
-                known.set_standing(self.name, [self._notice(end_s)])
+                known.set_standing([self._notice(end_s)])
                 if stop.wait(wait_s):
                     return
             asked_s, before_s = self._now_s(), end_s
@@ -90,13 +90,13 @@ class SlurmListener:
             try:
                 left_s = time_left_s(self._run_squeue(stop, timeout_s))
             except Fault:
-                known.set_standing(self.name, [self._notice(end_s)])
+                known.set_standing([self._notice(end_s)])
                 return
             if left_s is None:
-                known.set_standing(self.name, [])
+                known.set_standing([])
                 return
             end_s = asked_s + left_s
-            known.set_standing(self.name, [self._notice(end_s)])
+            known.set_standing([self._notice(end_s)])
             if abs(end_s - before_s) <= MOVED_S:
                 return
 

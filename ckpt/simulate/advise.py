@@ -23,7 +23,7 @@ from ckpt.policy.save_options import Every
 from ckpt.simulate.engine import simulate
 from ckpt.simulate.generators import Fleet, bulk
 from ckpt.simulate.outcome import RunOutcome
-from ckpt.simulate.scenario import LocalLevel, PeerLevel, Scenario, StoreLevel, StorePrices
+from ckpt.simulate.scenario import LocalLevel, PeerLevel, Scenario, StoreLevel
 from ckpt.simulate.trace import Trace
 
 HOUR_S = 3600.0
@@ -130,15 +130,13 @@ def other_settings(facts: RunFacts) -> Iterator[Setting]:
                     yield Setting(f"policy=ckpt.Adaptive(), peers={text}", Adaptive(), peers)
 
 
-def advise(
-    facts: RunFacts, node_usd_hour: float | None = None, prices: StorePrices | None = None, hours: float = MONTH_H
-) -> list[Advice]:
+def advise(facts: RunFacts, node_usd_hour: float | None = None, hours: float = MONTH_H) -> list[Advice]:
     """The present setting first, then the others, the one that saves most first."""
     traces = [_make_trace(facts, seed, hours) for seed in SEEDS]
     now = present_setting(facts)
     found = []
     for setting in (now, *other_settings(facts)):
-        scenario = make_scenario(facts, setting, node_usd_hour, prices or StorePrices())
+        scenario = make_scenario(facts, setting, node_usd_hour)
         found.append((setting, [simulate(scenario, trace, seed) for seed, trace in zip(SEEDS, traces, strict=True)]))
     advice = [_compare(setting, outcomes, found[0][1], node_usd_hour) for setting, outcomes in found]
     return [advice[0], *sorted(advice[1:], key=lambda each: -each.saved_h)]
@@ -165,7 +163,7 @@ def _overhead(outcomes: Sequence[RunOutcome]) -> float:
     return math.fsum(each.wall_s for each in outcomes) / useful_s - 1 if useful_s else math.inf
 
 
-def make_scenario(facts: RunFacts, setting: Setting, node_usd_hour: float | None, prices: StorePrices) -> Scenario:
+def make_scenario(facts: RunFacts, setting: Setting, node_usd_hour: float | None) -> Scenario:
     """The scenario of a run with that setting."""
     costs, nodes = facts.costs, facts.nodes
     policy, commit_every = _fixed(facts, setting)
@@ -193,7 +191,6 @@ def make_scenario(facts: RunFacts, setting: Setting, node_usd_hour: float | None
             write_bytes_s=stored / nodes / max(commit_s, 1e-3),
             ratio=stored / facts.state_bytes,
             slowdown=min(slowdown, 0.5),
-            prices=prices,
         ),
         policy=policy,
         commit_every=commit_every,

@@ -13,7 +13,7 @@ from ckpt.bench import training
 from ckpt.bench.render import to_document
 from ckpt.bench.suite import run_suite
 from ckpt.cli.exits import Exit
-from tests.cli.stores import ckpt
+from tests.cli.stores import run_ckpt
 from tests.servers import moto, rclone
 
 SMALL = 1 << 20
@@ -46,7 +46,7 @@ def test_an_s3_server_is_measured_beside_obstore(server, monkeypatch: pytest.Mon
             for tail in ("", ", 95th percentile")
         }
         assert result.behaviour["multipart_part_bytes_min"] in (1 << 20, 5 << 20)
-        said = ckpt(monkeypatch, "ls", f"s3://{at.bucket}", "--json")
+        said = run_ckpt("ls", f"s3://{at.bucket}", "--json")
         assert "ckpt-bench" not in said.out
 
 
@@ -54,8 +54,8 @@ def test_an_s3_server_is_measured_beside_obstore(server, monkeypatch: pytest.Mon
 def test_the_job_is_measured_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "SAVES", 1)
     monkeypatch.setattr(training, "RESTORES", 1)
-    said = ckpt(
-        monkeypatch, "bench", tmp_path / "run", "--size", "4MiB", "--only", "save", "--only", "restore",
+    said = run_ckpt(
+        "bench", tmp_path / "run", "--size", "4MiB", "--only", "save", "--only", "restore",
         "--out", tmp_path / "r.json", "--out", tmp_path / "r.html", "--out", tmp_path / "r.md",
     )  # fmt: skip
     assert said.code == 0, said.err
@@ -69,7 +69,7 @@ def test_the_job_is_measured_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for text in ((tmp_path / "r.html").read_text(), (tmp_path / "r.md").read_text(), said.out):
         assert "training paused by a checkpoint, codec auto" in text
     assert not (tmp_path / "run").exists()
-    compared = ckpt(monkeypatch, "bench", "--compare", tmp_path / "r.json", tmp_path / "r.json")
+    compared = run_ckpt("bench", "--compare", tmp_path / "r.json", tmp_path / "r.json")
     assert compared.code == 0
     assert "equal" in compared.out
 
@@ -115,17 +115,15 @@ def test_what_cannot_be_measured_is_said_and_the_rest_is_measured(
         (["--compare", "{tmp}/a", "{tmp}/b"], "cannot be read"),
     ],
 )
-def test_a_wrong_order_is_refused_before_anything_is_measured(
-    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = ckpt(monkeypatch, "bench", *(each.format(tmp=tmp_path) for each in words))
+def test_a_wrong_order_is_refused_before_anything_is_measured(words: list[str], says: str, tmp_path: Path) -> None:
+    said = run_ckpt("bench", *(each.format(tmp=tmp_path) for each in words))
     assert said.code == Exit.USAGE
     assert says in said.err
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_store_that_takes_nothing_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_takes_nothing_ends_it_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    said = ckpt(monkeypatch, "bench", tmp_path / "file" / "run")
+    said = run_ckpt("bench", tmp_path / "file" / "run")
     assert said.code == Exit.STORAGE
     assert "file" in said.err

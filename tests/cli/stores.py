@@ -125,14 +125,21 @@ class Said:
         return json.loads(self.out)
 
 
-def ckpt(monkeypatch: pytest.MonkeyPatch, *words: object) -> Said:
+def run_ckpt(*words: object) -> Said:
     """Runs the command in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    monkeypatch.setattr(sys, "argv", ["ckpt", *map(str, words)])
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
+    out, err, former = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["ckpt", *map(str, words)]
+    code: Any = 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             main()
-            code: Any = 0
-        except SystemExit as exc:
-            code = exc.code or 0
+    except SystemExit as exc:
+        code = exc.code or 0
+    finally:
+        sys.argv = former
     return Said(int(code), out.getvalue(), err.getvalue())
+
+
+def ckpt(_: pytest.MonkeyPatch, *words: object) -> Said:
+    """As `run_ckpt`."""
+    return run_ckpt(*words)

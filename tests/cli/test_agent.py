@@ -23,7 +23,7 @@ from ckpt.errors import UsageError
 from ckpt.ipc.addresses import Address, resolve
 from ckpt.ipc.secret import make_secret
 from tests.agent.net.loop import TurnedLoop
-from tests.cli.stores import ckpt
+from tests.cli.stores import run_ckpt
 
 HERE = ["--listen", "127.0.0.1:0", "--memory", "1MiB"]
 
@@ -70,8 +70,6 @@ def running(
         preexec_fn=lambda: signal.signal(signal.SIGHUP, hang_up),  # whoever started the tests may ignore it
     ) as process:
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
             process.stdin.write(given)
             process.stdin.flush()
             yield process, process.stdout.readline()
@@ -104,10 +102,10 @@ def test_it_says_where_it_listens_and_ends_when_it_is_told_to_leaving_nothing(
     assert not list(runtime_dir.iterdir())
 
 
-def test_under_nohup_it_outlives_its_terminal(tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_nohup_it_outlives_its_terminal(tmp_path: Path, secret: Path) -> None:
     with running(tmp_path / "run", hang_up=signal.SIG_IGN) as (process, _):
         process.send_signal(signal.SIGHUP)
-        assert "lends 1.0 MiB" in ckpt(monkeypatch, "watch", tmp_path / "run", "--once").out
+        assert "lends 1.0 MiB" in run_ckpt("watch", tmp_path / "run", "--once").out
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
         process.send_signal(signal.SIGTERM)
@@ -117,29 +115,14 @@ def test_under_nohup_it_outlives_its_terminal(tmp_path: Path, secret: Path, monk
 def test_where_it_cannot_read_the_store_that_is_said_before_it_is_needed(secret: Path) -> None:
     with running("nosuch://bucket/run") as (process, line):
         assert line.startswith("lending up to")
-        assert process.stderr is not None
         said = process.stderr.readline()
     assert "what is kept here could not be committed" in said
     assert "Protocol not known: nosuch" in said
 
 
-def test_as_json_it_says_the_addresses_the_memory_and_the_url(tmp_path: Path, secret: Path) -> None:
-    with running(tmp_path / "run", "--json") as (_, line):
-        said = json.loads(line)
-    assert said["url"] == str(tmp_path / "run")
-    assert said["memory_bytes"] == 1 << 20
-    assert [each.rpartition(":")[0] for each in said["listen"]] == ["127.0.0.1"]
-
-
-def test_watching_it_shows_what_it_lends(tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(tmp_path / "run"):
-        assert "lends 1.0 MiB" in ckpt(monkeypatch, "watch", tmp_path / "run", "--once").out
-        assert ckpt(monkeypatch, "watch", tmp_path / "run", "--once", "--json").json["lending"]["keeps"] == []
-
-
 def test_without_a_secret_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPT_SECRET_FILE", raising=False)
-    said = ckpt(monkeypatch, "agent", tmp_path, *HERE)
+    said = run_ckpt("agent", tmp_path, *HERE)
     assert said.code == Exit.USAGE
     assert "CKPT_SECRET_FILE" in said.err
     assert "openssl rand -hex 32" in said.err
@@ -152,14 +135,14 @@ def test_the_secret_may_come_by_standard_input_and_whoever_knows_it_is_let_in(
     monkeypatch.delenv("CKPT_SECRET_FILE", raising=False)
     told = secret_file.read_text().strip()
     with running(tmp_path / "run", "--json", "--secret-file", "-", given=f"{told}\n") as (_, line):
-        (address,) = json.loads(line)["listen"]
+        said = json.loads(line)
+        assert (said["url"], said["memory_bytes"]) == (str(tmp_path / "run"), 1 << 20)
+        (address,) = said["listen"]
         assert greets(address, bytes.fromhex(told))
         assert not greets(address, make_secret())
 
 
-def test_a_file_that_the_command_line_names_counts_before_that_of_the_environment(
-    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_command_line_names_counts_before_that_of_the_environment(tmp_path: Path, secret: Path) -> None:
     other = tmp_path / "other"
     other.touch(mode=0o600)
     other.write_text(make_secret().hex())
@@ -172,44 +155,37 @@ def test_a_file_that_the_command_line_names_counts_before_that_of_the_environmen
 def test_what_comes_by_standard_input_and_is_no_secret_is_refused_and_not_shown(tmp_path: Path) -> None:
     with running(tmp_path / "run", "--secret-file", "-", given="hunter2\n") as (process, _):
         assert process.wait(60) == Exit.USAGE
-        assert process.stderr is not None
         said = process.stderr.read()
     assert "standard input does not hold a secret" in said
     assert "hunter2" not in said
 
 
-def test_a_secret_that_others_can_read_is_refused(
-    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, secret: Path) -> None:
     secret.chmod(0o644)
-    said = ckpt(monkeypatch, "agent", tmp_path, *HERE)
+    said = run_ckpt("agent", tmp_path, *HERE)
     assert said.code == Exit.USAGE
     assert f"chmod 600 {secret}" in said.err
 
 
 @pytest.mark.parametrize(("memory", "way_out"), [("1000TiB", "lend less"), ("64", "64GiB")])
 def test_more_memory_than_the_machine_has_and_less_than_a_snapshot_needs_are_refused(
-    memory: str, way_out: str, tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+    memory: str, way_out: str, tmp_path: Path, secret: Path
 ) -> None:
-    said = ckpt(monkeypatch, "agent", tmp_path, "--listen", "127.0.0.1:0", "--memory", memory)
+    said = run_ckpt("agent", tmp_path, "--listen", "127.0.0.1:0", "--memory", memory)
     assert said.code == Exit.USAGE
     assert way_out in said.err
 
 
 @pytest.mark.parametrize("where", ["nowhere", "127.0.0.1", "127.0.0.1:99999"])
-def test_what_is_no_address_is_refused(
-    where: str, tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = ckpt(monkeypatch, "agent", tmp_path, "--listen", where, "--memory", "1MiB")
+def test_what_is_no_address_is_refused(where: str, tmp_path: Path, secret: Path) -> None:
+    said = run_ckpt("agent", tmp_path, "--listen", where, "--memory", "1MiB")
     assert said.code == Exit.USAGE
     assert "HOST:PORT" in said.err
 
 
-def test_a_second_one_on_one_machine_says_that_there_is_one(
-    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_one_on_one_machine_says_that_there_is_one(tmp_path: Path, secret: Path) -> None:
     with running(tmp_path / "run"):
-        said = ckpt(monkeypatch, "agent", tmp_path / "run", *HERE)
+        said = run_ckpt("agent", tmp_path / "run", *HERE)
     assert said.code == Exit.AGENT
     assert "CKPT_RUNTIME_DIR" in said.err
 

@@ -14,7 +14,7 @@ import pytest
 
 from ckpt import errors
 from ckpt.cli.exits import MEANING, Exit, exit_code_of
-from tests.cli.stores import a_run, begin, ckpt, save
+from tests.cli.stores import a_run, begin, run_ckpt, save
 
 COMMANDS = Path(__file__).parents[2] / "docs/commands.md"
 
@@ -58,10 +58,10 @@ def test_every_command_is_documented_with_its_options() -> None:
             assert option in section, f"ckpt {command} {option} is not in docs/commands.md"
 
 
-def test_a_run_without_checkpoints_is_no_checkpoint_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_checkpoints_is_no_checkpoint_at_all(tmp_path: Path) -> None:
     begin(tmp_path)
     for words in (["ls"], ["ls", "--all"], ["verify"], ["show"], ["diff", "1"]):
-        assert ckpt(monkeypatch, words[0], tmp_path, *words[1:]).code == Exit.NO_CHECKPOINT, words
+        assert run_ckpt(words[0], tmp_path, *words[1:]).code == Exit.NO_CHECKPOINT, words
 
 
 def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.Monke
         where = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{taken.getsockname()[1]}", "AWS_REGION": "us-east-1"}
         for name, value in {**where, "AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demo"}.items():
             monkeypatch.setenv(name, value)
-        said = ckpt(monkeypatch, "ls", "s3://bucket/run")
+        said = run_ckpt("ls", "s3://bucket/run")
     assert said.code == Exit.STORAGE
     assert "CKPT_RETRY_S" in said.err
 
@@ -96,24 +96,23 @@ def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.Monke
         (["restore", "/nowhere/run", "--to", "dcp:x", "--dtype", "bfloat16"], Exit.USAGE),
         (["restore", "/nowhere/run", "--to", "s3://bucket/x.safetensors"], Exit.USAGE),
         (["restore", "/nowhere/run", "--to", ""], Exit.USAGE),
+        (["diff", "/nowhere/run", "1"], Exit.NO_CHECKPOINT),
+        (["branch", "/nowhere/run", "--at", "1"], Exit.NO_CHECKPOINT),
+        (["cp", "/nowhere/run", "/nowhere/copy"], Exit.NO_CHECKPOINT),
+        (["rehearse", "/nowhere/run", "--", "no-such-program-here"], Exit.USAGE),
+        (["agent", "/nowhere/run", "--listen", "127.0.0.1:0", "--memory", "1MiB"], Exit.USAGE),
+        (["bench"], Exit.USAGE),
+        (["doctor", "--pair"], Exit.USAGE),
     ],
 )
-def test_a_wrong_request_ends_with_its_code(words: list[str], code: Exit, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = ckpt(monkeypatch, *words)
+def test_a_wrong_request_ends_with_its_code(words: list[str], code: Exit) -> None:
+    said = run_ckpt(*words)
     assert said.code == code
     assert "Traceback" not in said.err
     assert said.out == ""
     assert "rror" in said.err or "Usage" in said.err
-    assert ckpt(monkeypatch, *words, "--json").json["error"]["message"]
-
-
-def test_a_file_where_the_folder_should_be_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    said = ckpt(monkeypatch, "ls", blocked / "run")
-    assert said.code == Exit.STORAGE
-    assert "there is a file instead of a folder" in said.err
-    assert "Traceback" not in said.err
+    error = run_ckpt(words[0], "--json", *words[1:]).json["error"]
+    assert set(error) == {"kind", "message"}
 
 
 # What lets root read everything is given up before the command begins.
@@ -192,10 +191,8 @@ def test_what_the_locale_has_no_letters_for_is_printed_all_the_same(tmp_path: Pa
 
 
 @pytest.mark.parametrize("words", [["prune"], ["watch", "--once"], ["preempt"]])
-def test_what_asks_the_agent_of_a_folder_whose_name_is_no_utf8_says_so(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = ckpt(monkeypatch, words[0], os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), *words[1:], "--json")
+def test_what_asks_the_agent_of_a_folder_whose_name_is_no_utf8_says_so(words: list[str], tmp_path: Path) -> None:
+    said = run_ckpt(words[0], os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), *words[1:], "--json")
     assert said.code == Exit.USAGE
     assert "rename that folder" in said.json["error"]["message"]
 
@@ -215,7 +212,7 @@ def test_what_no_command_foresaw_has_a_code_and_json_too(
         raise raised
 
     monkeypatch.setattr("ckpt.cli.listing.ls", broken)
-    said = ckpt(monkeypatch, "ls", "--json")
+    said = run_ckpt("ls", "--json")
     assert said.code == code
     assert said.json["error"]["kind"] == kind
     assert ("Traceback" in said.err) == (code == Exit.UNEXPECTED)
@@ -232,8 +229,6 @@ def test_what_no_command_foresaw_has_a_code_and_json_too(
         (["simulate", "fit"], "--window-s"),
     ],
 )
-def test_a_number_of_seconds_that_is_none_is_refused(
-    words: list[str], option: str, bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = ckpt(monkeypatch, *words, option, bad, tmp_path)
+def test_a_number_of_seconds_that_is_none_is_refused(words: list[str], option: str, bad: str, tmp_path: Path) -> None:
+    said = run_ckpt(*words, option, bad, tmp_path)
     assert (said.code, option in said.err) == (2, True)

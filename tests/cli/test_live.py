@@ -16,7 +16,7 @@ from ckpt.ipc import messages
 from ckpt.ipc.client import VERSION, make_agent_paths
 from ckpt.settings import read_settings
 from ckpt.threads import Tasks
-from tests.cli.stores import a_run, begin, ckpt, save
+from tests.cli.stores import a_run, begin, run_ckpt, save
 
 LONG = ("status", "prune")  # requests whose answer may be longer than a message
 
@@ -62,39 +62,37 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
                 messages.send(ending, {"t": "end-process"})
 
 
-def test_preempt_passes_the_deadline_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempt_passes_the_deadline_on(tmp_path: Path) -> None:
     with an_agent(tmp_path, {"preempt": {}}) as asked:
-        said = ckpt(monkeypatch, "preempt", tmp_path, "--deadline-s", "12")
+        said = run_ckpt("preempt", tmp_path, "--deadline-s", "12")
     assert said.code == 0
     assert asked[1]["deadline_s"] == 12
     assert asked[1]["source"]
     assert not asked[1]["cancel"]
 
 
-def test_preempt_can_be_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempt_can_be_taken_back(tmp_path: Path) -> None:
     with an_agent(tmp_path, {"preempt": {}}) as asked:
-        said = ckpt(monkeypatch, "preempt", tmp_path, "--cancel")
+        said = run_ckpt("preempt", tmp_path, "--cancel")
     assert said.code == 0
     assert asked[1]["cancel"]
 
 
-def test_prune_of_a_running_job_is_left_to_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_of_a_running_job_is_left_to_its_agent(tmp_path: Path) -> None:
     saved = a_run(tmp_path)
     plan = {"retire": ["x"], "packs": [f"data/{n:04}" for n in range(5000)], "deleted_bytes": 5, "freed_later_bytes": 6}
     with an_agent(tmp_path, {"prune": plan}) as asked:
-        said = ckpt(
-            monkeypatch, "prune", tmp_path, "--last", "1", "--best", "loss:min", "--also", "10", "--yes", "--json"
-        )
+        said = run_ckpt("prune", tmp_path, "--last", "1", "--best", "loss:min", "--also", "10", "--yes", "--json")
     assert said.json == {"url": str(tmp_path), "done": True, **plan}
     keep = {"last": 1, "every": None, "best": ["loss", "min"]}
     assert {k: asked[1][k] for k in ("yes", "keep", "also")} == {"yes": True, "keep": keep, "also": [str(saved[0])]}
     assert not (tmp_path / "retired").exists()
 
 
-def test_an_agent_that_refuses_is_not_worked_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_refuses_is_not_worked_around(tmp_path: Path) -> None:
     a_run(tmp_path)
     with an_agent(tmp_path, {"prune": RunInUse("not now")}):
-        said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes")
+        said = run_ckpt("prune", tmp_path, "--last", "1", "--yes")
     assert said.code == 5
     assert "not now" in said.err
     assert not (tmp_path / "retired").exists()
@@ -118,9 +116,9 @@ def test_a_run_that_another_host_keeps_alive_is_not_changed(tmp_path: Path, monk
 
         tasks.start("beat", beat)
         for words in (["prune", tmp_path, "--last", "1", "--yes"], ["branch", tmp_path, "--at", "10"]):
-            said = ckpt(monkeypatch, *words)
+            said = run_ckpt(*words)
             assert said.code == 5
             assert "in use" in said.err
             assert ("on the job's host, where its agent does it" in said.err) == (words[0] == "prune")
-        assert ckpt(monkeypatch, "prune", tmp_path, "--last", "1").code == 0  # only looking disturbs nobody
-        assert ckpt(monkeypatch, "branch", tmp_path, "--at", "10", "--take-over").code == 0
+        assert run_ckpt("prune", tmp_path, "--last", "1").code == 0  # only looking disturbs nobody
+        assert run_ckpt("branch", tmp_path, "--at", "10", "--take-over").code == 0

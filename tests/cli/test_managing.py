@@ -10,21 +10,21 @@ import pytest
 
 import ckpt as ckpt_package
 from ckpt.cli.exits import Exit
-from tests.cli.stores import a_run, begin, ckpt, save
+from tests.cli.stores import a_run, begin, run_ckpt, save
 
 
 def _files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def _steps(monkeypatch: pytest.MonkeyPatch, url: Path) -> list[int]:
-    return [row["step"] for row in ckpt(monkeypatch, "ls", url, "--json").json["checkpoints"]]
+def _steps(url: Path) -> list[int]:
+    return [row["step"] for row in run_ckpt("ls", url, "--json").json["checkpoints"]]
 
 
-def test_prune_without_yes_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_without_yes_changes_nothing(tmp_path: Path) -> None:
     a_run(tmp_path)
     before = _files(tmp_path)
-    said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1")
+    said = run_ckpt("prune", tmp_path, "--last", "1")
     assert said.code == 0
     lines = said.out.splitlines()
     assert lines[0] == "would be retired:"
@@ -35,23 +35,23 @@ def test_prune_without_yes_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert _files(tmp_path) == before
 
 
-def test_prune_with_yes_retires_what_the_rules_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_with_yes_retires_what_the_rules_let_go(tmp_path: Path) -> None:
     saved = a_run(tmp_path)
-    body = ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--every", "20", "--yes", "--json").json
+    body = run_ckpt("prune", tmp_path, "--last", "1", "--every", "20", "--yes", "--json").json
     assert body["retire"] == [str(saved[0])]
     assert body["done"] is True
-    assert _steps(monkeypatch, tmp_path) == [20, 40]
-    assert ckpt(monkeypatch, "verify", tmp_path).code == 0
+    assert _steps(tmp_path) == [20, 40]
+    assert run_ckpt("verify", tmp_path).code == 0
 
 
-def test_prune_now_deletes_at_once_but_for_what_a_reader_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_now_deletes_at_once_but_for_what_a_reader_holds(tmp_path: Path) -> None:
     saved = a_run(tmp_path)
     words = ["prune", tmp_path, "--last", "1", "--now"]
-    dry = ckpt(monkeypatch, *words).out
+    dry = run_ckpt(*words).out
     assert "nothing was changed" in dry
     assert "minutes" not in dry
     with ckpt_package.open(tmp_path) as run, run.held([run.find(20)]):
-        said = ckpt(monkeypatch, *words, "--yes")
+        said = run_ckpt(*words, "--yes")
         assert said.code == 0, said.err
         assert max(map(len, said.out.splitlines())) <= 80
         assert f"  step 10, {saved[0]}: 1 record, " in said.out
@@ -60,117 +60,91 @@ def test_prune_now_deletes_at_once_but_for_what_a_reader_holds(tmp_path: Path, m
             (tmp_path / "data" / str(saved[0])).iterdir()
         )
         assert run.find(20).tensor("model.bias").shape == (10,)
-    assert ckpt(monkeypatch, *words, "--yes").code == 0
-    assert ckpt(monkeypatch, "verify", tmp_path).code == 0
+    assert run_ckpt(*words, "--yes").code == 0
+    assert run_ckpt("verify", tmp_path).code == 0
     assert not any(path.startswith(f"commits/{saved[1]}") for path in _files(tmp_path))
 
 
-def test_prune_now_makes_room_on_a_disk_that_has_none(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_now_makes_room_on_a_disk_that_has_none(small_disk: Path) -> None:
     """Records go before tombstones come: these have no room otherwise."""
     a_run(small_disk / "run")
     with contextlib.suppress(OSError), open(small_disk / "rest", "wb", buffering=0) as rest:
         while True:
             rest.write(bytes(4096))
     words = ["prune", small_disk / "run", "--last", "1", "--yes"]
-    said = ckpt(monkeypatch, *words)
+    said = run_ckpt(*words)
     assert (said.code, "add --now" in said.err) == (Exit.STORAGE, True)
-    assert ckpt(monkeypatch, *words, "--now").code == 0
-    assert _steps(monkeypatch, small_disk / "run") == [40]
-    assert ckpt(monkeypatch, "verify", small_disk / "run").code == 0
+    assert run_ckpt(*words, "--now").code == 0
+    assert _steps(small_disk / "run") == [40]
+    assert run_ckpt("verify", small_disk / "run").code == 0
     assert os.statvfs(small_disk).f_bavail > 0
 
 
-def test_prune_lets_nothing_go_where_the_newest_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_lets_nothing_go_where_the_newest_is_damaged(tmp_path: Path) -> None:
     saved = a_run(tmp_path)
     (pack, *_) = (tmp_path / "data" / str(saved[-1])).rglob("*.pack")
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1
     pack.write_bytes(data)
     before = _files(tmp_path)
-    said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes")
+    said = run_ckpt("prune", tmp_path, "--last", "1", "--yes")
     assert said.code == Exit.DIFFERENT
     assert "step 40" in said.err
     assert "Nothing was retired" in said.err
     assert _files(tmp_path) == before
-    assert ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes", "--no-check").code == 0
-    assert _steps(monkeypatch, tmp_path) == [40]
+    assert run_ckpt("prune", tmp_path, "--last", "1", "--yes", "--no-check").code == 0
+    assert _steps(tmp_path) == [40]
 
 
-def test_prune_leaves_what_lies_beside_the_run_and_does_not_stumble_over_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_leaves_what_lies_beside_the_run_and_does_not_stumble_over_it(tmp_path: Path) -> None:
     a_run(tmp_path)
     (tmp_path / "latest").symlink_to("data")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "to-all").symlink_to("/")
-    assert ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes").code == 0
+    assert run_ckpt("prune", tmp_path, "--last", "1", "--yes").code == 0
     assert (tmp_path / "latest").is_symlink()
 
 
-def test_prune_keeps_the_best_and_takes_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    epoch = begin(tmp_path)
-    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4), (4, 0.3)):
-        save(tmp_path, epoch, step, metrics={"val_loss": loss})
-    ckpt(monkeypatch, "prune", tmp_path, "--last", "2", "--best", "val_loss:min", "--yes")
-    assert _steps(monkeypatch, tmp_path) == [2, 3, 4]
-    ckpt(monkeypatch, "prune", tmp_path, "--also", "3", "--yes")
-    assert _steps(monkeypatch, tmp_path) == [2, 4]
-
-
-def test_a_metric_that_no_checkpoint_has_lets_nothing_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_that_no_checkpoint_has_lets_nothing_go(tmp_path: Path) -> None:
     a_run(tmp_path)
     for more in ([], ["--yes", "--last", "1"]):
-        said = ckpt(monkeypatch, "prune", tmp_path, "--best", "val_los:min", *more, "--json")
+        said = run_ckpt("prune", tmp_path, "--best", "val_los:min", *more, "--json")
         assert said.code == Exit.USAGE
         assert "val_loss" in said.json["error"]["message"]
     assert not (tmp_path / "retired").exists()
 
 
-def test_where_a_record_that_cannot_be_read_is_in_the_way_prune_says_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_record_that_cannot_be_read_is_in_the_way_prune_says_the_way_out(tmp_path: Path) -> None:
     saved = a_run(tmp_path)
     (record,) = (tmp_path / "commits").glob(f"{saved[0]}-*")
     record.write_bytes(record.read_bytes()[:-7])
-    said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes").out
+    said = run_ckpt("prune", tmp_path, "--last", "1", "--yes").out
     assert "no data can be deleted" in said
     way_out = said.partition("ckpt prune ")[2].partition("`")[0].split()
     assert way_out == ["--also", str(saved[0])]
-    said = ckpt(monkeypatch, "prune", tmp_path, *way_out, "--yes").out
+    said = run_ckpt("prune", tmp_path, *way_out, "--yes").out
     assert f"retired:\n  step {saved[0].version.label}, {saved[0]}\n" in said
     assert "--also" not in said
-    assert "--also" not in ckpt(monkeypatch, "prune", tmp_path, "--last", "1").out
+    assert "--also" not in run_ckpt("prune", tmp_path, "--last", "1").out
 
 
-def test_the_newest_never_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a_run(tmp_path)
-    assert ckpt(monkeypatch, "prune", tmp_path, "--also", "40", "--yes").code == 2
-    assert _steps(monkeypatch, tmp_path)[-1] == 40
-
-
-def test_prune_without_a_rule_lets_no_checkpoint_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a_run(tmp_path)
-    assert "nothing to do" in ckpt(monkeypatch, "prune", tmp_path, "--yes").out
-    assert _steps(monkeypatch, tmp_path) == [10, 20, 40]
-
-
-def test_a_branch_moves_the_line_and_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_branch_moves_the_line_and_deletes_nothing(tmp_path: Path) -> None:
     saved = a_run(tmp_path)
     before = _files(tmp_path)
-    said = ckpt(monkeypatch, "branch", tmp_path, "--at", "20", "--json")
+    said = run_ckpt("branch", tmp_path, "--at", "20", "--json")
     assert said.code == 0
     assert said.json["parent"] == str(saved[1])
-    assert _steps(monkeypatch, tmp_path) == [10, 20]
+    assert _steps(tmp_path) == [10, 20]
     assert _files(tmp_path) >= before
-    found = ckpt(monkeypatch, "ls", tmp_path, "--all", "--json").json["checkpoints"]
+    found = run_ckpt("ls", tmp_path, "--all", "--json").json["checkpoints"]
     assert [(row["step"], row["where"]) for row in found] == [
         (10, "line"),
         (20, "line"),
         (30, "branch"),
         (40, "branch"),
     ]
-    assert "step 30" in ckpt(monkeypatch, "branch", tmp_path, "--at", saved[2]).out  # from a branch, by its identity
-    assert _steps(monkeypatch, tmp_path) == [10, 20, 30]
+    assert "step 30" in run_ckpt("branch", tmp_path, "--at", saved[2]).out  # from a branch, by its identity
+    assert _steps(tmp_path) == [10, 20, 30]
 
 
 @pytest.mark.parametrize("words", [["branch", "--at", "10"], ["prune", "--last", "1", "--yes"]])
@@ -181,4 +155,4 @@ def test_an_unclosed_run_that_is_dead_is_waited_for_and_then_changed(
     epoch = begin(tmp_path, closed=False)
     save(tmp_path, epoch, 10)
     save(tmp_path, epoch, 20)
-    assert ckpt(monkeypatch, words[0], tmp_path, *words[1:]).code == 0
+    assert run_ckpt(words[0], tmp_path, *words[1:]).code == 0

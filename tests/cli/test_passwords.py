@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import fsspec
 import pytest
 
-from tests.cli.stores import a_run, ckpt
+from tests.cli.stores import a_run, run_ckpt
 
 PASSWORD = "hunter2"
 
@@ -47,8 +47,8 @@ def url() -> Iterator[str]:
         "preempt",
     ],
 )
-def test_a_password_is_not_shown(words: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_is_not_shown(words: str, url: str) -> None:
     command, *rest = words.split()
-    said = ckpt(monkeypatch, command, url, *rest)
+    said = run_ckpt(command, url, *rest)
     assert said.out + said.err
     assert PASSWORD not in said.out + said.err

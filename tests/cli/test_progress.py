@@ -32,7 +32,6 @@ def on_terminal(*words: str) -> tuple[str, str]:
             [sys.executable, "-m", "ckpt.cli.main", *words], stdout=subprocess.PIPE, stderr=side, env=env
         ) as process:
             os.close(side)
-            assert process.stdout is not None
             out = process.stdout.read().decode()
             process.wait(60)
         shown = b""

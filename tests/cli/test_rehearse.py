@@ -14,61 +14,43 @@ import numpy as np
 import psutil
 import pytest
 
-from ckpt.cli import rehearse
 from ckpt.cli.exits import Exit
 from ckpt.cli.rehearse import Rehearsal, compare
 from tests import servers
-from tests.cli.stores import Said, begin, ckpt, opened, save
+from tests.cli.stores import Said, begin, opened, run_ckpt, save
 
 ROOT = Path(__file__).parents[2]
 
 
-def _rehearse(
-    monkeypatch: pytest.MonkeyPatch,
-    url: Path,
-    how: str,
-    *options: str,
-    url_in_command: str | None = None,
-    steps: int = 4,
-) -> Said:
+@pytest.fixture(autouse=True)
+def python_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def _rehearse(url: Path, how: str, *options: str, url_in_command: str | None = None, steps: int = 4) -> Said:
     script = [sys.executable, "-m", "tests.cli.fake_train", url_in_command or str(url), str(steps), how]
     at = [] if "--at" in options else ["--at", "2"]
-    return ckpt(monkeypatch, "rehearse", url, *at, *options, "--", *script)
+    return run_ckpt("rehearse", url, *at, *options, "--", *script)
 
 
-def test_a_script_that_restarts_exactly_is_found_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = _rehearse(monkeypatch, tmp_path / "run", "exact", "--json")
-    assert said.code == 0, said.err
-    assert said.json["equal"] is True
-    assert said.json["step"] == 4
-    assert said.json["killed_after"] == 2
-    assert [said.json[name] for name in ("came_back_at", "came_back_from", "steps_run")] == [2, "store", 2]
-    assert list(tmp_path.iterdir()) == []  # the real run is not touched, and the scratch ones are gone
-
-
-def test_a_tensor_that_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = _rehearse(monkeypatch, tmp_path / "run", "loses a tensor")
+def test_a_tensor_that_is_lost_is_named(tmp_path: Path) -> None:
+    said = _rehearse(tmp_path / "run", "loses a tensor")
     assert said.code == 1
     assert "tensor model.bias: 1 of 10 elements differ" in said.out
 
 
-def test_a_loader_that_skips_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = _rehearse(monkeypatch, tmp_path / "run", "skips data", "--json")
+def test_a_loader_that_skips_data_is_named(tmp_path: Path) -> None:
+    said = _rehearse(tmp_path / "run", "skips data", "--json")
     assert said.code == 1
     assert said.json["differences"] == ["value rank=0['loader']['position']"]
 
 
-def test_the_url_may_be_a_placeholder_and_both_runs_may_be_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = _rehearse(
-        monkeypatch, tmp_path / "run", "exact", "--keep", "--lose-memory", "--json", url_in_command="{url}"
-    )
+def test_the_url_may_be_a_placeholder_and_both_runs_may_be_kept(tmp_path: Path) -> None:
+    said = _rehearse(tmp_path / "run", "exact", "--keep", "--lose-memory", "--json", url_in_command="{url}")
     assert said.code == 0, said.err
     kept = Path(said.json["kept"])
     assert sorted(path.name for path in kept.iterdir()) == ["killed", "undisturbed"]
-    assert ckpt(monkeypatch, "diff", kept / "killed", "4", "--other", kept / "undisturbed").code == 0
+    assert run_ckpt("diff", kept / "killed", "4", "--other", kept / "undisturbed").code == 0
 
 
 @pytest.mark.parametrize(
@@ -80,29 +62,27 @@ def test_the_url_may_be_a_placeholder_and_both_runs_may_be_kept(
     ],
 )
 def test_a_script_that_cannot_be_rehearsed_says_why(
-    how: str, options: list[str], code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, options: list[str], code: int, says: str, tmp_path: Path
 ) -> None:
-    said = _rehearse(monkeypatch, tmp_path / "run", how, *options)
+    said = _rehearse(tmp_path / "run", how, *options)
     assert said.code == code
     assert says in said.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_script_that_saves_elsewhere_is_told_how_to_name_the_url(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = _rehearse(monkeypatch, tmp_path / "run", "exact", url_in_command=str(tmp_path / "elsewhere"))
+def test_a_script_that_saves_elsewhere_is_told_how_to_name_the_url(tmp_path: Path) -> None:
+    said = _rehearse(tmp_path / "run", "exact", url_in_command=str(tmp_path / "elsewhere"))
     assert said.code == 2
     assert "{url}" in said.err
 
 
-def test_a_program_that_is_not_there_is_a_wrong_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = ckpt(monkeypatch, "rehearse", tmp_path / "run", "--", "no-such-program-here")
+def test_a_program_that_is_not_there_is_a_wrong_request(tmp_path: Path) -> None:
+    said = run_ckpt("rehearse", tmp_path / "run", "--", "no-such-program-here")
     assert said.code == 2
     assert "no-such-program-here" in said.err
     script = tmp_path / "train.py"
     script.touch(mode=0o600)
-    said = ckpt(monkeypatch, "rehearse", tmp_path / "run", "--", str(script))
+    said = run_ckpt("rehearse", tmp_path / "run", "--", str(script))
     assert said.code == 2
     assert "put python before it" in said.err
 
@@ -113,48 +93,30 @@ def test_only_the_url_itself_is_replaced_in_the_command() -> None:
     assert Rehearsal("runs/a", "/s", words).command == replaced
 
 
-def test_a_generator_that_nobody_seeded_or_used_is_not_held_against_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = _rehearse(monkeypatch, tmp_path / "run", "unseeded and unused", "--json")
+def test_a_generator_that_nobody_seeded_or_used_is_not_held_against_the_script(tmp_path: Path) -> None:
+    said = _rehearse(tmp_path / "run", "unseeded and unused", "--json")
     assert said.code == 0, said.err
     assert said.json["unused"] == ["rank=0['generators']['python']"]
-    assert "not compared" in _rehearse(monkeypatch, tmp_path / "run", "unseeded and unused").out
+    assert "not compared" in _rehearse(tmp_path / "run", "unseeded and unused").out
 
 
-def test_a_script_that_is_not_the_same_twice_is_told_apart_from_a_bad_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = _rehearse(monkeypatch, tmp_path / "run", "unseeded")
+def test_a_script_that_is_not_the_same_twice_is_told_apart_from_a_bad_restart(tmp_path: Path) -> None:
+    said = _rehearse(tmp_path / "run", "unseeded")
     assert said.code == 1
     assert "already before the kill" in said.out
     assert "tensor model.bias" in said.out
 
 
-@pytest.mark.parametrize("at", ["0", "-1"])
-def test_a_step_that_no_run_has_is_a_wrong_call(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ckpt(monkeypatch, "rehearse", tmp_path / "run", "--at", at, "--", "true").code == Exit.USAGE
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_kill_that_came_too_late_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = _rehearse(monkeypatch, tmp_path / "run", "exact", steps=2)
-    assert said.code == 7
-    assert "came back at step 2, its last" in said.err
-
-
-def test_a_restart_that_ran_no_step_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_that_ran_no_step_proves_nothing(tmp_path: Path) -> None:
     """Step 2 was seen before the kill, and yet the restart came back at the end: all that is equal was never undone."""
-    said = _rehearse(monkeypatch, tmp_path / "run", "had ended in memory")
+    said = _rehearse(tmp_path / "run", "had ended in memory")
     assert said.code == 7
     assert "came back at step 4, its last" in said.err
     assert said.out == ""
 
 
-def test_a_script_that_is_run_again_but_enters_no_checkpointer_proves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = _rehearse(monkeypatch, tmp_path / "run", "is not started again")
+def test_a_script_that_is_run_again_but_enters_no_checkpointer_proves_nothing(tmp_path: Path) -> None:
+    said = _rehearse(tmp_path / "run", "is not started again")
     assert said.code == 7
     assert "did not enter" in said.err
 
@@ -184,18 +146,12 @@ def test_values_are_compared_by_what_would_be_restored_of_them(
     assert compared(tmp_path, undisturbed, killed, {"w": np.ones(3)}) == differences
 
 
-def test_a_state_without_tensors_is_compared(tmp_path: Path) -> None:
-    assert compared(tmp_path / "equal", 5, 5, {}) == []
-    assert compared(tmp_path / "not", 5, 6, {}) == ["value shared['x']"]
-
-
 def test_a_run_that_has_a_bucket_for_itself_is_rehearsed_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with servers.moto() as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
         script = [sys.executable, "-m", "tests.cli.fake_train", "{url}", "4", "exact"]
-        said = ckpt(monkeypatch, "rehearse", "s3://bucket", "--at", "2", "--lose-memory", "--", *script)
+        said = run_ckpt("rehearse", "s3://bucket", "--at", "2", "--lose-memory", "--", *script)
         assert said.code == 0, said.err
         assert "s3://bucket/rehearsal-" in said.err
         with opened("s3://bucket") as store:
@@ -231,7 +187,6 @@ def test_a_rehearsal_that_is_told_to_end_takes_its_script_along(
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         preexec_fn=lambda: signal.signal(signal.SIGHUP, hang_up),  # whoever started the tests may ignore it
     )
-    assert process.stderr is not None
     with process:
         begun = next(line for line in process.stderr if line.startswith("begun"))
         *pids, runtime = begun.split()[1:]
@@ -243,8 +198,3 @@ def test_a_rehearsal_that_is_told_to_end_takes_its_script_along(
     assert psutil.wait_procs(script, timeout=60)[1] == []
     assert list(tmp_path.iterdir()) == []
     assert not Path(runtime).exists()
-
-
-def test_one_difference_is_spoken_of_as_one(capsys: pytest.CaptureFixture[str]) -> None:
-    rehearse._print_comparison(rehearse.Compared(5, ["model.weight differs"], [], []))
-    assert capsys.readouterr().out == "DIFFERENT in 1 place; the first:\nmodel.weight differs\n"

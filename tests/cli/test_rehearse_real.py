@@ -9,25 +9,29 @@ from pathlib import Path
 import pytest
 
 from tests.cli.real_train import WAITS_AFTER
-from tests.cli.stores import Said, ckpt
+from tests.cli.stores import Said, run_ckpt
 
 ROOT = Path(__file__).parents[2]
 STEPS = 10
 
 
-def rehearse(monkeypatch: pytest.MonkeyPatch, url: Path, how: str, *options: str, at: int | None = WAITS_AFTER) -> Said:
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("REAL_TRAIN_URL", os.fspath(url))
+    monkeypatch.setenv("REAL_TRAIN_URL", os.fspath(tmp_path / "run"))
+
+
+def rehearse(url: Path, how: str, *options: str, at: int | None = WAITS_AFTER) -> Said:
     script = [sys.executable, "-m", "tests.cli.real_train", str(STEPS), how]
     when = [] if at is None else ["--at", at]
-    return ckpt(monkeypatch, "rehearse", url, *when, "--timeout-s", 120, *options, "--", *script)
+    return run_ckpt("rehearse", url, *when, "--timeout-s", 120, *options, "--", *script)
 
 
 def test_a_script_that_restarts_exactly_is_proven_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From this host's memory, which the agent of the killed run still holds."""
     monkeypatch.setenv("CKPT_LINGER_S", "60")
-    said = rehearse(monkeypatch, tmp_path / "run", "exact", "--json")
+    said = rehearse(tmp_path / "run", "exact", "--json")
     assert said.code == 0, said.err
     assert said.json["equal"] is True
     assert said.json["step"] == STEPS
@@ -37,10 +41,8 @@ def test_a_script_that_restarts_exactly_is_proven_so(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []  # the real run was not begun, and the scratch ones are gone
 
 
-def test_a_script_that_forgets_a_generator_is_told_what_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = rehearse(monkeypatch, tmp_path / "run", "forgets", "--lose-memory")
+def test_a_script_that_forgets_a_generator_is_told_what_differs(tmp_path: Path) -> None:
+    said = rehearse(tmp_path / "run", "forgets", "--lose-memory")
     assert said.code == 1, said.err
     assert f"came back at step {WAITS_AFTER} from store" in said.out
     assert "tensor model.0.bias: " in said.out
@@ -48,10 +50,8 @@ def test_a_script_that_forgets_a_generator_is_told_what_differs(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_script_of_milliseconds_that_saves_at_its_exit_only_is_killed_half_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = rehearse(monkeypatch, tmp_path / "run", "exact, and hurries", "--lose-memory", "--json", at=None)
+def test_a_script_of_milliseconds_that_saves_at_its_exit_only_is_killed_half_way(tmp_path: Path) -> None:
+    said = rehearse(tmp_path / "run", "exact, and hurries", "--lose-memory", "--json", at=None)
     assert said.code == 0, said.err
     assert said.json["equal"] is True
     assert said.json["killed_after"] == STEPS // 2

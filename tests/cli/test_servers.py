@@ -9,7 +9,7 @@ from ckpt.store.keys import pack_key
 from ckpt.types import Epoch, Identity, Version
 from tests import servers
 from tests.checkpointer.loops import make, wait_agent_gone
-from tests.cli.stores import a_run, ckpt, opened
+from tests.cli.stores import a_run, opened, run_ckpt
 from tests.servers import Server, start_upload
 
 URL = "s3://bucket/runs/one"
@@ -31,7 +31,7 @@ def test_doctor_finds_out_what_a_server_gets_wrong_and_leaves_nothing_there(monk
     """rclone overwrites where it was asked not to, and answers a range with the whole object: no problem for ckpt."""
     with servers.rclone() as server:
         reach(server, monkeypatch)
-        said = ckpt(monkeypatch, "doctor", URL, "--json")
+        said = run_ckpt("doctor", URL, "--json")
         assert said.code == 0, said.out
         assert said.json["problems"] == []
         store = said.json["store"]
@@ -42,7 +42,7 @@ def test_doctor_finds_out_what_a_server_gets_wrong_and_leaves_nothing_there(monk
         with opened(URL) as backend:
             assert list(backend.list("")) == []
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another one")
-        said = ckpt(monkeypatch, "doctor", URL)
+        said = run_ckpt("doctor", URL)
         assert said.code == 4
         assert "problem: " in said.out
         assert "another one" not in said.out + said.err
@@ -54,13 +54,13 @@ def test_prune_ends_uploads_that_nobody_will_finish_and_only_those_of_the_run(mo
         a_run(URL)
         start_upload(server, f"runs/one/{PACK}")
         start_upload(server, f"runs/other/{PACK}")
-        assert ckpt(monkeypatch, "prune", URL).code == 0
+        assert run_ckpt("prune", URL).code == 0
         assert unfinished(URL) == 1, "without --yes it stays"
         start_upload(server, f"runs/one/{PACK}")
-        assert ckpt(monkeypatch, "prune", URL, "--yes").code == 0
+        assert run_ckpt("prune", URL, "--yes").code == 0
         assert unfinished(URL) == 0
         assert unfinished("s3://bucket/runs/other") == 1
-        assert [row["step"] for row in ckpt(monkeypatch, "ls", URL, "--json").json["checkpoints"]] == [10, 20, 40]
+        assert [row["step"] for row in run_ckpt("ls", URL, "--json").json["checkpoints"]] == [10, 20, 40]
 
 
 def test_prune_of_a_run_that_has_the_whole_bucket_leaves_what_others_upload_there(
@@ -72,7 +72,7 @@ def test_prune_of_a_run_that_has_the_whole_bucket_leaves_what_others_upload_ther
         foreign = ("logs/today", "data/images.tar", f"nested/run/{PACK}", "commits/first")
         for key in (*foreign, PACK):
             start_upload(server, key)
-        assert ckpt(monkeypatch, "prune", "s3://bucket", "--yes").code == 0
+        assert run_ckpt("prune", "s3://bucket", "--yes").code == 0
         assert unfinished("s3://bucket") == len(foreign)
 
 
@@ -88,13 +88,13 @@ def test_prune_asked_of_a_running_agent_ends_uploads_too_where_nothing_is_retire
                 ck.step()
                 ck.save().wait("store", timeout_s=60)
             start_upload(server, f"runs/one/{PACK}")
-            looked = ckpt(monkeypatch, "prune", URL)
+            looked = run_ckpt("prune", URL)
             assert looked.code == 0
             assert "--yes also ends uploads" in looked.out
-            said = ckpt(monkeypatch, "prune", URL, "--yes", "--json")
+            said = run_ckpt("prune", URL, "--yes", "--json")
             assert said.code == 0
             assert said.json["uploads_aborted"] == 1
             assert said.json["retire"] == []
-            assert "nothing to do" in ckpt(monkeypatch, "prune", URL, "--yes").out
+            assert "nothing to do" in run_ckpt("prune", URL, "--yes").out
         wait_agent_gone(URL)
         assert unfinished(URL) == 0

@@ -42,8 +42,8 @@ def test_the_help_of_one_command_imports_no_other_command(command: str) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["ls"], ["predict", "train"], ["rehearse"]], ids=" ".join)
-def test_h_is_help_everywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    said = stores.ckpt(monkeypatch, *words, "-h")
+def test_h_is_help_everywhere(words: list[str]) -> None:
+    said = stores.run_ckpt(*words, "-h")
     assert (said.code, "-h, --help" in said.out) == (0, True)
 
 

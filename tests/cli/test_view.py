@@ -95,17 +95,6 @@ def test_a_small_terminal_shows_what_one_has_to_know_and_says_what_else_there_is
     assert lines[-1].startswith("a higher window also shows memory")
 
 
-def test_of_one_of_a_kind_it_speaks_as_of_one() -> None:
-    way = {"level": "local", "state": "appointed", "step": 2, "staged": 0, "of": 1, "for_s": 1, "asked": "appointed"}
-    every = {"interval_s": None, "interval_steps": 1, "by": "every"}
-    job = {**JOB, "ranks": ["here"], "under_way": [way], "intervals": {"local": every}}
-    job["memory"] = {**JOB["memory"], "slots": 1}
-    text = view.text({**STATUS, "account": {**ACCOUNT, "lost_steps": 1}, "job": job}, 200)
-    assert "step 2 is being taken (by 0 of 1 rank so far), for 1 s" in text
-    for part in (", 1 rank\n", "every 1 step ", "1 slot of", "1: 1 step lost (10 s)"):
-        assert part in text, text
-
-
 def test_the_newest_event_stays_longer_than_those_before_it() -> None:
     text = "\n".join(drawn(80, 24))
     assert "step 64 was not committed" in text
@@ -131,10 +120,6 @@ def test_of_the_table_of_levels_a_narrow_terminal_shows_whole_columns(width: int
     for line in lines[at : at + 5]:
         assert "…" not in line
     assert "60" in next(line for line in lines[at:] if line.startswith("store")).split()
-
-
-def test_a_terminal_without_room_for_anything_is_no_error() -> None:
-    assert drawn(1, 1)
 
 
 def test_of_several_nodes_each_has_a_line_with_its_memory_and_traffic_up_to_a_few() -> None:

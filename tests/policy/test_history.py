@@ -45,11 +45,6 @@ def test_it_is_small_and_flat_and_only_numbers():
     assert all(isinstance(each, int | float) and math.isfinite(each) for each in value.values())
 
 
-def test_costs_are_not_in_it():
-    known = SOME.with_stall(3.0).with_commit(5.0, 1e9)
-    assert remember(known) == remember(SOME)
-
-
 def test_what_goes_beyond_the_largest_number_is_cut_off_and_still_read():
     value = remember(Measurements().with_uptime(1e11, 100).with_failure(Failure.NODE).with_uptime(1e13))
     assert recall(value).refusal == ""
@@ -85,7 +80,7 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
             assert recall(less).refusal
     few = remember(Measurements())
     assert "the unknown name 'else'" in recall({**few, "else": 0}).refusal
-    assert "more than 93" in recall({**whole, "else": 0}).refusal
+    assert "the unknown name 'else'" in recall({**whole, "else": 0}).refusal
     assert "gap.3" in recall({**few, "job.gap.3": 1.0}).refusal
     assert len(recall({**few, "x" * 10**6: 1.0}).refusal) < 300
 
@@ -93,7 +88,7 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("version", 3),
+        ("version", 1),
         ("version", 1.5),
         ("job.prior_s", 0),
         ("job.prior_failures", 0),
@@ -111,7 +106,7 @@ NUMBERS = st.one_of(st.floats(0, 1e12), st.sampled_from([0.0, 1.0, 1e-300, 16.0,
 
 @given(st.dictionaries(st.sampled_from(sorted(remember(SOME))), NUMBERS))
 def test_whatever_is_accepted_gives_intervals_within_the_limits(changes):
-    value = {**remember(SOME), **changes, "version": 1}
+    value = {**remember(SOME), **changes, "version": 2}
     before = copy.deepcopy(value)
     known = recall(value).measurements.with_stall(0.2).with_commit(30.0, 1e9).with_uptime(3600.0)
     found = decide(known, Adaptive(at_risk_s=1e4))
@@ -128,16 +123,8 @@ SCORE = {"true": 3.5, "seen": 21.0, "lead.0": 120.0}
 def test_sources_of_predictions_come_back_as_they_were_given():
     sources = {"memory": SCORE, "gpu": {"missed": 1.0}}
     value = json.loads(json.dumps(remember(SOME, sources)))
-    assert value["version"] == 2
     found = recall(value)
     assert (found.refusal, found.measurements, found.sources) == ("", SOME, sources)
-
-
-def test_without_sources_it_is_what_the_first_version_reads():
-    assert remember(SOME, {}) == remember(SOME)
-    assert remember(SOME)["version"] == 1
-    assert recall(remember(SOME)).sources == {}
-    assert "source.memory.true" in recall({**remember(Measurements()), "source.memory.true": 1.0}).refusal
 
 
 def test_sources_are_few_and_their_names_plain():
@@ -158,13 +145,6 @@ def test_merging_needs_no_order_and_counts_nothing_twice(a, b, c):
     assert merged(merged(one, two), two) == merged(one, two)
 
 
-def test_merging_needs_no_order_where_both_have_seen_as_much():
-    one = known_of([(10.0, 1, Failure.JOB), (20.0, 1, Failure.JOB)])
-    two = known_of([(20.0, 1, Failure.JOB), (10.0, 1, Failure.JOB)])
-    assert one != two
-    assert merged(one, two) == merged(two, one)
-
-
 @given(EVENTS, EVENTS)
 def test_who_went_on_from_what_another_wrote_is_not_set_back_by_it(before, after):
     base = known_of(before)
@@ -183,3 +163,10 @@ def test_merging_keeps_the_costs_of_the_first():
     found = merged(mine, SOME.with_stall(9.0))
     assert found.stall == mine.stall
     assert found.job == SOME.job
+
+
+def test_merging_needs_no_order_where_both_have_seen_as_much():
+    one = known_of([(10.0, 1, Failure.JOB), (20.0, 1, Failure.JOB)])
+    two = known_of([(20.0, 1, Failure.JOB), (10.0, 1, Failure.JOB)])
+    assert one != two
+    assert merged(one, two) == merged(two, one)

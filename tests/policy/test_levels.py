@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.errors import UsageError
 from ckpt.policy import LevelCosts, overhead, overhead_of, snapshots_per_commit, young
-from tests.policy import simulated
 
 HOUR = 3600.0
 
@@ -74,24 +71,10 @@ def test_the_optimum_is_flat_in_the_number_of_snapshots_to_a_commit():
     assert swept == pytest.approx([0.058895, 0.051610, 0.049386, 0.051120, 0.057727, 0.072706], abs=6e-7)
 
 
-@pytest.mark.parametrize(("m", "k"), [(NODES16, 2), (NODES16, 8), (BIG, 4), (HARSH, 1), (SYNCHRONOUS, 8)])
-def test_the_closed_form_is_what_simulated_failures_cost(m, k):
-    interval = young(m.snapshot_stall_s, 1 / m.memory_rate)
-    found = simulated.memory_and_store(np.random.default_rng(3), m, interval, k)
-    assert overhead_of(m, interval, k) == pytest.approx(found, rel=0.015)
-
-
 def test_losses_of_nodes_cost_their_own_recovery_and_the_replication_lag():
-    m = replace(NODES16, local_rate=0.4 / HOUR, peer_rate=0.225 / HOUR, peer_recovery_s=70, replication_s=20)
-    found = simulated.memory_and_store(np.random.default_rng(4), m, 150, 4)
-    assert overhead_of(m, 150, 4) == pytest.approx(found, rel=0.015)
-
-
-def test_at_most_one_commit_is_in_flight():
-    m = replace(BIG, commit_s=5000)
-    assert snapshots_per_commit(m, 100, 1) == math.ceil((5000 - m.commit_cost_s) / 108)
-    assert snapshots_per_commit(m, 100, 500) == 500
-    assert overhead_of(m, 100, 1) == overhead_of(m, 100, snapshots_per_commit(m, 100, 1))
+    m = replace(NODES16, local_rate=0.4 / HOUR, peer_rate=0.2 / HOUR, peer_recovery_s=70, replication_s=20)
+    alike = replace(NODES16, local_rate=0.6 / HOUR, local_recovery_s=(0.4 * 54 + 0.2 * (70 + 20)) / 0.6)
+    assert overhead_of(m, 150, 4) == pytest.approx(overhead_of(alike, 150, 4))
 
 
 @given(m=ANY, interval=st.floats(1, 1e4), asked=st.integers(1, 50))
@@ -100,28 +83,6 @@ def test_a_commit_has_ended_when_the_next_begins(m, interval, asked):
     turn = interval + m.snapshot_stall_s
     assert k * turn + m.commit_cost_s >= m.commit_s * (1 - 1e-8)
     assert k == asked or (k - 1) * turn + m.commit_cost_s < m.commit_s
-
-
-@given(m=ANY, interval=st.floats(1, 1e4), k=st.integers(1, 50), more=st.floats(1.01, 10))
-def test_no_overhead_falls_when_a_cost_or_a_rate_grows(m, interval, k, more):
-    for field in fields(LevelCosts):
-        value = getattr(m, field.name) * more
-        if field.name in ("commit_s", "slowdown"):  # what is bounded, and what moves k by more than it costs
-            continue
-        worse = replace(m, **{field.name: value})
-        k = snapshots_per_commit(m, interval, k)
-        assert overhead_of(worse, interval, k) >= overhead_of(m, interval, k) * (1 - 1e-6) - 1e-9
-
-
-@given(m=ANY, unit=st.floats(0.01, 100))
-def test_the_model_knows_no_unit_of_time(m, unit):
-    scaled = LevelCosts(
-        **{
-            f.name: getattr(m, f.name) * (unit if f.name.endswith("_s") else 1 / unit if "rate" in f.name else 1)
-            for f in fields(LevelCosts)
-        }
-    )
-    assert overhead_of(scaled, 50 * unit, 3) == pytest.approx(overhead_of(m, 50, 3), rel=1e-6, abs=1e-9)
 
 
 def test_the_limits_are_the_models_of_one_level():
@@ -133,22 +94,3 @@ def test_the_limits_are_the_models_of_one_level():
     assert overhead_of(store, 117, 1) == pytest.approx(overhead(117, 5, 1440))
     assert overhead_of(HARSH, 1e9, 1) == math.inf
     assert overhead_of(LevelCosts(snapshot_stall_s=1, store_rate=1e-8), 7.09e10, 1) == math.inf  # inf / inf on the way
-
-
-@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
-def test_each_measure_is_refused_outside_its_domain(bad):
-    for field in fields(LevelCosts):
-        with pytest.raises(UsageError, match=field.name):
-            replace(NODES16, **{field.name: bad})
-    with pytest.raises(UsageError):
-        overhead_of(NODES16, bad, 1)
-
-
-def test_what_has_no_answer_is_refused():
-    for call in (
-        lambda: replace(NODES16, slowdown=1.1),
-        lambda: overhead_of(NODES16, 100, 0),
-        lambda: overhead_of(NODES16, 0, 1),
-    ):
-        with pytest.raises(UsageError):
-            call()

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckpt.errors import UsageError
 from ckpt.policy import GammaRate, reconsider, young
 
 HOUR = 3600.0
@@ -44,36 +43,9 @@ def test_quantiles_are_those_of_drawn_rates(shape):
     assert (rate.mean, rate.deviation) == pytest.approx((drawn.mean(), drawn.std()), rel=0.05)
 
 
-def test_the_two_ways_to_a_quantile_meet():
-    for p in (1e-3, 0.3, 0.99):
-        below, above = GammaRate(1e5, 1.0).quantile(p), GammaRate(1e5 * (1 + 1e-12), 1.0).quantile(p)
-        assert below == pytest.approx(above, rel=2e-8)
-    assert GammaRate(1e100, 1.0).quantile(0.1) == pytest.approx(1e100)
-
-
 def test_a_quantile_too_small_for_a_float_is_zero():
     assert GammaRate(1e-3, 1.0).quantile(0.01) == 0
     assert GammaRate(1e-3, 1.0).quantile(0.999) > 0
-
-
-@given(POSTERIORS, st.floats(0.001, 0.999), st.floats(0.001, 0.999))
-def test_quantiles_grow_and_shrink_with_exposure(rate, p, q):
-    assume(p < q)
-    assert rate.quantile(p) <= rate.quantile(q)
-    twice = GammaRate(rate.shape, rate.total_s * 2)
-    assert twice.quantile(p) == pytest.approx(rate.quantile(p) / 2, rel=1e-9)
-
-
-@given(POSTERIORS, COUNTS, SECONDS, COUNTS, SECONDS)
-def test_what_is_learnt_adds_up_in_any_order(rate, n1, t1, n2, t2):
-    forth, back = (
-        rate.with_observations(n1, t1).with_observations(n2, t2),
-        rate.with_observations(n2, t2).with_observations(n1, t1),
-    )
-    assert (forth.shape, forth.total_s) == pytest.approx((back.shape, back.total_s))
-    assert rate.with_observations(0, t1).mean < rate.mean
-    assert rate.with_observations(n1 + 1, 0).mean > rate.mean
-    assert rate.with_observations(0, 0) == rate
 
 
 @given(POSTERIORS, st.floats(0, 1))
@@ -86,27 +58,6 @@ def test_discounting_forgets_what_was_seen_and_not_the_prior(rate, keep):
     nothing = GammaRate(rate.prior_failures, rate.prior_exposure_s)
     low, high = sorted((nothing.mean, rate.mean))
     assert low * (1 - 1e-12) <= less.mean <= high * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
-def test_a_rate_is_refused_outside_its_domain(bad):
-    rate = GammaRate(1, 1)
-    for call in (
-        lambda: GammaRate(bad, 1),
-        lambda: GammaRate(1, bad),
-        lambda: GammaRate(0, 1),
-        lambda: GammaRate(1, 0),
-        lambda: GammaRate(1, 1, failures=bad),
-        lambda: GammaRate(1, 1, exposure_s=bad),
-        lambda: rate.with_observations(bad, 1),
-        lambda: rate.with_observations(1, bad),
-        lambda: rate.discounted(bad),
-        lambda: rate.quantile(bad),
-        lambda: rate.quantile(0),
-        lambda: rate.quantile(1),
-    ):
-        with pytest.raises(UsageError):
-            call()
 
 
 # --- reconsider ---------------------------------------------------------------------------------------------------
@@ -162,44 +113,8 @@ def test_to_youngs_interval_one_goes_where_it_differs_by_more_than_the_failures_
     assert found.is_changed == (apart > 1 / math.sqrt(n))
 
 
-@pytest.mark.parametrize("wrong_by", [0.25, 1.0, 4.0])
-def test_a_constant_rate_is_learnt_without_oscillating(wrong_by):
-    """200 jobs from a prior of 2 failures that is wrong by that factor: few changes, and soon the best interval."""
-    stall, rate = 10.0, 1 / 7200
-    rng = np.random.default_rng(9)
-    best = math.sqrt(2 * stall * rate)
-    early, late, changes = [], [], []  # costs over the best one; changes after the 20th failure
-    for _ in range(200):
-        known = GammaRate(2, 2 / (rate * wrong_by))
-        interval, changed = young(stall, known.mtbf_s), []
-        for failure, up in enumerate(rng.exponential(1 / rate, 60).tolist()):
-            cost = (stall / interval + rate * interval / 2) / best
-            (early if failure < 20 else late).append(cost)
-            known = known.with_observations(1, up)
-            found = reconsider(interval, young(stall, known.mtbf_s), stall, known.mean, 0, known.deviation)
-            interval = found.interval_s
-            changed += [failure] * found.is_changed
-        changes.append(sum(each >= 20 for each in changed))
-    assert np.mean(late) < 1.02
-    assert np.mean(early) < 1.15
-    assert np.mean(changes) < 1
-    assert max(changes) <= 3
-
-
-@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
-def test_reconsidering_is_refused_outside_its_domain(bad):
-    good = {
-        "current_s": 1,
-        "proposed_s": 2,
-        "stall_s": 1,
-        "rate": 1,
-        "stall_error_s": 1,
-        "rate_error": 1,
-        "deviations": 1,
-    }
-    for name in good:
-        with pytest.raises(UsageError, match=name):
-            reconsider(**{**good, name: bad})
-    for name in ("current_s", "proposed_s"):
-        with pytest.raises(UsageError, match=name):
-            reconsider(**{**good, name: 0})
+def test_the_two_ways_to_a_quantile_meet():
+    for p in (1e-3, 0.3, 0.99):
+        below, above = GammaRate(1e5, 1.0).quantile(p), GammaRate(1e5 * (1 + 1e-12), 1.0).quantile(p)
+        assert below == pytest.approx(above, rel=2e-8)
+    assert GammaRate(1e100, 1.0).quantile(0.1) == pytest.approx(1e100)

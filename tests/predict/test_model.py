@@ -15,7 +15,7 @@ import pytest
 
 from ckpt.errors import DamagedData, UsageError
 from ckpt.predict.model import FILE_BYTES_MAX, PredictorReader, load, save, shapes
-from tests.predict.models import certain, made
+from tests.predict.models import made
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -122,7 +122,3 @@ def test_a_signal_that_is_missing_or_wild_counts_as_usual_or_as_much_as_can_be()
     assert nothing.tolist() == [0.0, 0.0]
     assert wild.tolist() == [8.0, -8.0]
     assert np.isfinite(trained.probabilities(np.stack([[wild] * 8])))
-
-
-def test_a_constant_one_says_what_it_was_made_to() -> None:
-    assert PredictorReader(certain(0.9)).add_reading({}) == pytest.approx(0.9)

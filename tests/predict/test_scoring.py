@@ -51,12 +51,6 @@ def test_a_good_source_is_proven_by_its_twentieth_outcome_and_not_before() -> No
     assert after.lead_s == 120
 
 
-def test_the_bounds_lie_below_what_was_seen() -> None:
-    score = scored(true=30, false=10, missed=10)
-    assert 0.5 < score.precision < 0.75
-    assert 0.5 < score.recall < 0.75
-
-
 def test_a_source_that_always_cries_is_not_proven() -> None:
     """It finds each of 30 failures in 30 days; one alarm follows another."""
     windows = int(30 * DAY_S / WINDOW_S)
@@ -69,14 +63,13 @@ def test_a_source_that_always_cries_is_not_proven() -> None:
     assert score.recall == 0
 
 
-def test_a_source_that_cries_by_chance_is_not_proven() -> None:
-    score = scored(true=1, false=200, missed=29)
+def test_a_source_that_is_wrong_19_times_of_20_is_noise_however_rare_failures_are() -> None:
+    score = Score()
+    for n in range(600):
+        score = score.with_watch_time(DAY_S)
+        score = score.with_true_alarm(120, True) if n % 30 == 0 else score.with_false_alarm()
+    assert 10 * score.chance_precision < score.precision < 0.05
     assert not score.is_proven
-
-
-def test_a_source_that_never_came_true_has_no_precision() -> None:
-    score = scored(false=50)
-    assert (score.precision, score.recall, score.is_proven) == (0.0, 0.0, False)
 
 
 def test_alarms_too_late_to_act_on_count_for_the_precision_and_against_the_recall() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt.predict.gpus import Gpus
-from ckpt.predict.signals import Roots, Sampler
+from ckpt.predict.signals import Sampler
 
 
 def put(root: Path, path: str, text: str | int) -> None:
@@ -35,7 +35,7 @@ def machine(root: Path, seconds: int = 0) -> Sampler:
         for way in ("rx", "tx"):
             put(root, f"sys/class/net/{link}/statistics/{way}_errors", count)
             put(root, f"sys/class/net/{link}/statistics/{way}_dropped", 10 * count)
-    return Sampler(Roots(root / "proc", root / "sys"))
+    return Sampler(root)
 
 
 PRESSURE = {"some": 500_000, "full": 250_000}  # microseconds a second
@@ -106,14 +106,14 @@ def test_memory_is_counted_against_the_control_groups_limit(
     inner = "/".join(names[0].split("/")[:-1]) + "/b/" + names[0].split("/")[-1]
     put(tmp_path, f"sys/fs/cgroup/{inner}", "max")
     put(tmp_path, f"sys/fs/cgroup/{inner}".replace(names[0].split("/")[-1], names[1].split("/")[-1]), "10")
-    sampler = Sampler(Roots(tmp_path / "proc", tmp_path / "sys"))
+    sampler = Sampler(tmp_path)
     assert sampler.read(0.0)["memory.used"] == pytest.approx(0.9)
     put(tmp_path, f"sys/fs/cgroup/{names[0]}", "9223372036854771712" if "limit" in names[0] else "max")
     assert sampler.read(1.0)["memory.used"] == pytest.approx(0.6), "without one, the machine's"
 
 
 def test_what_is_absent_or_nonsense_is_no_signal(tmp_path: Path) -> None:
-    assert Sampler(Roots(tmp_path / "proc", tmp_path / "sys")).read(0.0) == {}
+    assert Sampler(tmp_path).read(0.0) == {}
     sampler = machine(tmp_path)
     sampler.read(0.0)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -188,7 +188,8 @@ class FakeNvml:
 
 def test_gpus_are_read_as_far_as_each_answers(tmp_path: Path) -> None:
     nvml = FakeNvml()
-    sampler = Sampler(Roots(tmp_path, tmp_path), Gpus(nvml))
+    gpus = Gpus(nvml)
+    sampler = Sampler(tmp_path, gpus)
     assert sampler.read(0.0) == {"gpu.temperature": 61.0, "gpu.throttled": 0.0}
     nvml.xids, nvml.rows, nvml.reasons = 3, 4, [64, 1]
     assert sampler.read(10.0) == pytest.approx(
@@ -201,9 +202,5 @@ def test_gpus_are_read_as_far_as_each_answers(tmp_path: Path) -> None:
             "gpu.ecc_uncorrected": 0.0,
         }
     )
-
-
-def test_gpus_are_let_go_of() -> None:
-    nvml = FakeNvml()
-    Gpus(nvml).close()
+    gpus.close()
     assert nvml.ended

@@ -51,10 +51,12 @@ def test_the_file_says_the_same_as_torch(tmp_path: Path) -> None:
     assert np.abs(load(tmp_path / "model").logits(windows) - theirs).max() < 1e-5
 
 
-def test_the_same_seed_gives_the_same(with_sign: Path) -> None:
+def test_the_same_seed_gives_the_same_and_the_training_ends_in_time(with_sign: Path) -> None:
     recorded = read_signals([with_sign])
     one, two = (training.train(recorded, seed=5, limit_s=0.0)[0] for _ in range(2))
-    other = training.train(recorded, seed=6, limit_s=0.0)[0]
+    rounds: list[int] = []
+    other = training.train(recorded, seed=6, limit_s=0.0, progress=lambda done, total: rounds.append(done))[0]
+    assert rounds == [1]
     assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)
     assert replace(one, arrays={}) == replace(two, arrays={})
     assert not np.array_equal(one.arrays["out"], other.arrays["out"])
@@ -85,12 +87,6 @@ def test_too_few_failures_are_refused_in_words(tmp_path: Path) -> None:
         training.train(on_few_nodes)
 
 
-def test_it_ends_in_time(with_sign: Path) -> None:
-    rounds = []
-    training.train(read_signals([with_sign]), limit_s=0.0, progress=lambda done, total: rounds.append(done))
-    assert rounds == [1]
-
-
 # -- what was recorded
 
 
@@ -102,18 +98,21 @@ def lines(path: Path, *said: tuple[str, float, int]) -> Path:
     return path
 
 
-def test_a_node_that_never_ended_and_came_back_was_lost(tmp_path: Path) -> None:
-    path = lines(
-        tmp_path / "x", ("signals.begin", 0, 1), ("signals", 5, 1), ("signals.begin", 50, 2), ("signals", 55, 2)
-    )
-    first, second = read_signals([path]).runs
-    assert first.failures_s == [5.0]
-    assert second.failures_s == [], "it may still go on"
-
-
-def test_a_node_that_ended_was_not(tmp_path: Path) -> None:
-    path = lines(tmp_path / "x", ("signals.begin", 0, 1), ("signals", 5, 1), ("signals.end", 6, 1), ("signals", 55, 2))
-    assert read_signals([path]).failures == 0
+@pytest.mark.parametrize(
+    ("said", "failures_s"),
+    [
+        ([("signals.begin", 0, 1), ("signals", 5, 1), ("signals.begin", 50, 2), ("signals", 55, 2)], [[5.0], []]),
+        ([("signals", 5, 1), ("signals.begin", 50, 2), ("signals", 55, 2)], [[5.0], []]),
+        ([("signals.begin", 0, 7), ("signals", 5, 7), ("signals.begin", 50, 7), ("signals", 55, 7)], [[5.0], []]),
+        ([("signals.begin", 0, 1), ("signals", 5, 1), ("signals.end", 6, 1), ("signals", 55, 2)], [[], []]),
+    ],
+    ids=["came back", "its beginning is gone", "the next agent has the same number", "it had ended"],
+)
+def test_a_node_that_never_ended_and_came_back_was_lost(
+    said: list[tuple[str, float, int]], failures_s: list[list[float]], tmp_path: Path
+) -> None:
+    """The run that came back may still go on: it has not failed."""
+    assert [run.failures_s for run in read_signals([lines(tmp_path / "x", *said)]).runs] == failures_s
 
 
 def test_a_file_that_was_renamed_as_it_was_full_may_be_given_after_the_one_that_follows_it(tmp_path: Path) -> None:
@@ -129,19 +128,6 @@ def test_a_file_that_was_renamed_as_it_was_full_may_be_given_after_the_one_that_
 def test_what_is_given_twice_counts_once(with_sign: Path) -> None:
     """As by `signals.jsonl* signals.jsonl`, or a copy that was left beside it."""
     assert read_signals([with_sign, with_sign]).runs == read_signals([with_sign]).runs
-
-
-def test_a_node_is_known_to_be_lost_though_what_its_beginning_was_in_is_gone(tmp_path: Path) -> None:
-    path = lines(tmp_path / "x", ("signals", 5, 1), ("signals.begin", 50, 2), ("signals", 55, 2))
-    assert [run.failures_s for run in read_signals([path]).runs] == [[5.0], []]
-
-
-def test_a_node_was_lost_also_where_the_next_agent_there_has_the_same_number(tmp_path: Path) -> None:
-    """As in a container that is started again: its processes are numbered anew."""
-    path = lines(
-        tmp_path / "x", ("signals.begin", 0, 7), ("signals", 5, 7), ("signals.begin", 50, 7), ("signals", 55, 7)
-    )
-    assert [run.failures_s for run in read_signals([path]).runs] == [[5.0], []]
 
 
 def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:

@@ -92,9 +92,6 @@ class FakeService:
         self.answer: Callable[[Asked], Says] = lambda asked: NOT_THERE
         self.skew_s: float | None = 0.0
         self.now_s: Callable[[], float] = lambda: NOW_S
-        self.has_lengths = True  # else a body ends with its connection
-        self.hangs_up = False  # after each answer, without having said so
-        self.connections = 0  # that were made to it
         self.asked: list[Asked] = []
         self.elsewhere = "http://192.0.2.1/"  # where redirects lead
         self.closing = threading.Event()
@@ -138,11 +135,7 @@ def serving(made: S | None = None) -> Iterator[S]:
     class Handler(BaseHTTPRequestHandler):
         timeout = BOUND_S
         wbufsize = -1  # what is said goes out as a whole, with its headers
-        protocol_version = "HTTP/1.1"  # connections stay open, unless the client says otherwise
-
-        def setup(self) -> None:
-            super().setup()
-            service.connections += 1
+        protocol_version = "HTTP/1.1"
 
         def handle_one_request(self) -> None:
             with contextlib.suppress(ConnectionError):  # a client that has left
@@ -158,8 +151,6 @@ def serving(made: S | None = None) -> Iterator[S]:
             else:
                 self.close_connection = True
                 self.spoil(bad)
-            if service.hangs_up:
-                self.close_connection = True
 
         do_PUT = do_POST = do_GET
 
@@ -170,9 +161,7 @@ def serving(made: S | None = None) -> Iterator[S]:
                 self.send_header("Date", formatdate(service.now_s() + service.skew_s, usegmt=True))
             for name, value in says.headers.items():
                 self.send_header(name, value)
-            self.close_connection = self.close_connection or not service.has_lengths
-            if service.has_lengths:
-                self.send_header("Content-Length", str(len(body) if length is None else length))
+            self.send_header("Content-Length", str(len(body) if length is None else length))
             self.end_headers()
             self.wfile.write(body)
 
@@ -225,8 +214,8 @@ def serving(made: S | None = None) -> Iterator[S]:
 
 def ask(endpoint: str, method: str = "GET", path: str = "/", headers: Mapping[str, str] = NONE, **more: Any) -> Reply:
     """The reply to one request."""
-    with contextlib.closing(Service(endpoint)) as service:
-        return service.request(method, path, headers, **({"stop": threading.Event(), "timeout_s": PATIENT_S} | more))
+    more = {"stop": threading.Event(), "timeout_s": PATIENT_S} | more
+    return Service(endpoint).request(method, path, headers, **more)
 
 
 class Clock:

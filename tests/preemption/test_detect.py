@@ -42,15 +42,6 @@ def test_the_cloud_is_read_from_the_firmwares_tables_alone(machine: str, tmp_pat
     assert not seen
 
 
-def test_a_table_that_is_no_text_or_huge_says_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "sys/class/dmi/id"
-    folder.mkdir(parents=True)
-    (folder / "sys_vendor").write_bytes(b"\xff" * (1 << 20))
-    (folder / "product_name").mkdir()
-    assert which_cloud(tmp_path) is None
-    assert which_cloud(tmp_path / "nowhere") is None
-
-
 def names(cloud: Cloud | None, variables: dict[str, str] | None = None, **more: object) -> list[str]:
     with connections() as seen:
         found = [each.name for each in listeners(cloud, Endpoints.from_variables(variables or {}), **more)]  # type: ignore[arg-type]
@@ -101,3 +92,12 @@ def test_the_listeners_load_neither_torch_numpy_nor_http_before_they_ask() -> No
     code = f"import sys, ckpt.preemption.detect, ckpt.preemption.signals; print({unwanted} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_table_that_is_no_text_or_huge_says_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/class/dmi/id"
+    folder.mkdir(parents=True)
+    (folder / "sys_vendor").write_bytes(b"\xff" * (1 << 20))
+    (folder / "product_name").mkdir()
+    assert which_cloud(tmp_path) is None
+    assert which_cloud(tmp_path / "nowhere") is None

@@ -233,12 +233,12 @@ class SimListener:
     name = "owner"
 
     def __init__(self, stands: dict[str, Notice], first: FirstDeadlines) -> None:
-        self._stands, self._first = stands, first.setdefault(self.name, {})
+        self._stands, self._first = stands, first
 
     def listen(self, stop: threading.Event, tell: Callable[[Told], None]) -> None:
-        known = KnownNotices(tell, self._first)
+        known = KnownNotices(self.name, tell, self._first)
         while not stop.is_set():
-            known.set_standing(self.name, list(self._stands.values()))
+            known.set_standing(list(self._stands.values()))
             stop.wait(ASKED_S)
 
 

@@ -117,15 +117,6 @@ def test_memory_and_store_lose_what_the_closed_form_says(name):
     assert error < 0.03 * mean
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 8, 16, 32])
-def test_more_snapshots_to_a_commit_cost_what_the_closed_form_says(k):
-    costs, rates, recoveries_s, _ = CASES["16 nodes"]
-    case = costs, rates, recoveries_s, (152.0, k)
-    made, expected = memory_and_store(case)
-    mean, error = overheads(case, made)
-    assert mean == pytest.approx(expected, abs=SIGMAS * error + 0.01 * expected)
-
-
 # stall, recall, precision, interval; one stall for both kinds of snapshots, which is the model's only one
 PREDICTIONS = [(10.0, 0.0, 1.0, 379.5), (10.0, 0.85, 0.82, 979.4), (10.0, 0.7, 0.4, 691.8)]
 
@@ -179,13 +170,3 @@ def test_without_failures_only_the_stalls_are_lost(synchronous):
     assert outcome.useful_s == pytest.approx(10_000)
     assert (outcome.recovering_s, outcome.lost_s, outcome.waiting_s) == (60.0, 0.0, 0.0)
     assert outcome.wall_s == pytest.approx(10_060 + outcome.stalled_s)
-
-
-def test_the_optimum_of_commits_is_flat_as_the_reference_says():
-    """The k sweep's least overhead is at 4, by the same failures for each k."""
-    found = {}
-    for k in (1, 4, 32):
-        costs, rates, recoveries_s, _ = CASES["16 nodes"]
-        case = costs, rates, recoveries_s, (152.0, k)
-        found[k] = overheads(case, memory_and_store(case)[0])[0]
-    assert found[4] < found[1] < found[32]

@@ -15,7 +15,6 @@ from ckpt.policy import Adaptive, Every
 from ckpt.simulate.engine import SimulatedJob, simulate
 from ckpt.simulate.outcome import RunOutcome
 from ckpt.simulate.scenario import LocalLevel, NoticeModel, PeerLevel, Rejoin, Scenario, StoreLevel, StorePrices
-from ckpt.simulate.trace import Trace
 from tests.simulate.made import ADD, CRASH, REMOVE, STATE, Happening, poisson_crashes, run, scenario, trace
 from tests.simulate.test_laws import check
 
@@ -45,20 +44,46 @@ def test_a_crash_goes_back_to_the_newest_snapshot_of_this_host():
     assert outcome.recovering_s == pytest.approx(20 + 33)
 
 
-def test_a_loss_goes_back_to_the_newest_replicated_snapshot():
-    lost = (350.0, REMOVE, "n1")
-    assert restarts(went(lost, (350.0, ADD, "n9"))) == [("peer", 24, 10 + 20 + 5)]
-    # The third snapshot, whole at 326 s, was still being replicated.
-    in_flight = (330.0, REMOVE, "n1")
-    assert restarts(went(in_flight, (330.0, ADD, "n9"))) == [("peer", 104, 10 + 20 + 5)]
+ALL = NoticeModel(recall=1.0, lead_s=120.0, certain=False)
+LEAVE = NoticeModel(recall=1.0, lead_s=120.0)
+LOST_AND_REPLACED = [(350.0, REMOVE, "n1"), (350.0, ADD, "n9")]
+ALL_REPLACED = [*((350.0, REMOVE, f"n{i}") for i in range(4)), *((350.0, ADD, f"m{i}") for i in range(4))]
+ANNOUNCED = [(390.0, REMOVE, "n1"), (390.0, ADD, "n9")]
+IN_TRAINER = {"local": LocalLevel(stall_s=2.0, restore_bytes_s=SHARE / 3, survives_crash=False), "peers": None}
+DEFERRED = {"local": LocalLevel(stall_s=2.0, restore_bytes_s=SHARE / 3, deferred=True)}
 
 
-def test_a_loss_that_no_replica_survives_goes_back_to_the_store():
-    both = [(350.0, REMOVE, "n0"), (350.0, REMOVE, "n1"), (350.0, REMOVE, "n2"), (350.0, REMOVE, "n3")]
-    back = [(350.0, ADD, f"m{i}") for i in range(4)]
-    # The commit of the third snapshot, begun at 326 s, would have ended at 366 s; that of the second ended at 264 s.
-    assert restarts(went(*both, *back)) == [("store", 124, 10 + 20 + 8)]
-    assert restarts(went(*both, *back, store=None)) == [("nothing", 324, 10 + 20)]
+@pytest.mark.parametrize(
+    ("happenings", "changes", "expected"),
+    [
+        (LOST_AND_REPLACED, {}, ("peer", 24, 10 + 20 + 5)),
+        # The third snapshot, whole at 326 s, was still being replicated.
+        ([(330.0, REMOVE, "n1"), (330.0, ADD, "n9")], {}, ("peer", 104, 10 + 20 + 5)),
+        # The commit of the third snapshot, begun at 326 s, would have ended at 366 s; of the second at 264 s.
+        (ALL_REPLACED, {}, ("store", 124, 10 + 20 + 8)),
+        (ALL_REPLACED, {"store": None}, ("nothing", 324, 10 + 20)),
+        ([(366.0, REMOVE, f"n{i}") for i in range(4)], {}, ("store", 40, 2000 - 366)),  # a commit ends at that instant
+        ([(326.0, CRASH, "n0")], {}, ("local", 0, 33)),  # so does a snapshot
+        ([(350.0, REMOVE, "n0"), (355.0, ADD, "n9")], {"nodes_min": 4}, ("peer", 24, 35)),  # back before detection
+        ([(380.0, CRASH, "n0")], IN_TRAINER, ("store", 54, 38)),
+        ([(350.0, CRASH, "n0")], IN_TRAINER, ("store", 124, 38)),  # its commit dies too
+        ([(326.5, CRASH, "n0")], DEFERRED, ("local", 100, 33)),
+        ([(327.5, CRASH, "n0")], DEFERRED, ("local", 1, 33)),
+        # Appointed a step, a stall and a replication before the deadline. An announced loss needs no detection.
+        (ANNOUNCED, {"notices": ALL}, ("peer", 6, 20 + 5)),
+        (ANNOUNCED, {}, ("peer", 64, 10 + 20 + 5)),
+        # Too late to replicate: of 64 s, 2 s were the stall.
+        (ANNOUNCED, {"notices": NoticeModel(recall=1.0, lead_s=4.0, certain=False)}, ("peer", 62, 20 + 5)),
+        (
+            [(900.0, REMOVE, "n1"), (900.0, ADD, "n9")],
+            {"peers": None, "notices": ALL, "policy": Every(seconds=5000.0)},
+            ("store", 41, 20 + 8),
+        ),
+    ],
+)
+def test_one_failure_goes_back_to_the_newest_that_is_left(happenings, changes, expected):
+    """Where the state comes from, how many steps are lost, and the seconds until training goes on."""
+    assert restarts(went(*happenings, **changes)) == [expected]
 
 
 def test_a_commit_in_flight_survives_what_its_frames_survive():
@@ -129,19 +154,6 @@ def test_memory_alone_serves_a_crash_and_nothing_else():
     assert [each.level for each in outcome.recoveries] == ["local", "nothing"]
 
 
-def test_a_copy_in_the_trainer_dies_with_it():
-    local = LocalLevel(stall_s=2.0, restore_bytes_s=SHARE / 3, survives_crash=False)
-    assert restarts(went((380.0, CRASH, "n0"), local=local, peers=None)) == [("store", 54, 38)]
-    # Its commit, which would have ended at 366 s, dies too.
-    assert restarts(went((350.0, CRASH, "n0"), local=local, peers=None)) == [("store", 124, 38)]
-
-
-def test_a_deferred_snapshot_counts_one_step_later():
-    local = LocalLevel(stall_s=2.0, restore_bytes_s=SHARE / 3, deferred=True)
-    for at_s, lost in ((326.5, 100), (327.5, 1)):
-        assert restarts(went((at_s, CRASH, "n0"), local=local)) == [("local", lost, 33)]
-
-
 def test_a_save_of_every_steps_waits_for_the_commit_before():
     """Saves come faster than commits. Each is committed, so each waits; by the clock they are passed over."""
     store = StoreLevel(write_bytes_s=SHARE / 300, slowdown=0.0)
@@ -183,16 +195,6 @@ def test_fewer_nodes_than_the_minimum_wait_forever():
     assert [(each.finished, each.lost_steps) for each in again.recoveries] == [(False, 24)]
 
 
-def test_a_node_that_is_back_before_detection_loses_only_its_memory():
-    outcome = went((350.0, REMOVE, "n0"), (355.0, ADD, "n9"), nodes_min=4)
-    assert (outcome.waiting_s, restarts(outcome)) == (0.0, [("peer", 24, 35)])
-
-
-def test_a_crash_of_a_spare_node_is_no_failure():
-    spare = (350.0, CRASH, "n4"), (360.0, REMOVE, "n4")
-    assert went(*spare, nodes=5).recoveries == ()
-
-
 # --- traces that are meant to break it ------------------------------------------------------------------------------
 
 
@@ -216,39 +218,7 @@ def test_a_loss_during_recovery_begins_it_anew():
     assert restarts(outcome) == [("local", 24, 31 + 33)]
 
 
-def test_failures_faster_than_recovery_leave_no_progress_and_end():
-    outcome = went(*((float(at), CRASH, "n0") for at in range(1, 2000, 15)))
-    assert (outcome.useful_s, outcome.recovering_s) == (0.0, 2000.0)
-
-
-def test_an_empty_trace_only_waits():
-    made = scenario()
-    outcome = run(made, Trace("empty", 500.0, ()))
-    check(outcome, made, Trace("empty", 500.0, ()))
-    assert (outcome.waiting_s, outcome.node_hours) == (500.0, 0.0)
-    nothing = run(made, Trace("none", 0.0, ()))
-    assert (nothing.wall_s, nothing.useful_steps) == (0.0, 0)
-
-
-def test_a_failure_at_the_instant_of_a_snapshot_or_of_a_commit_comes_after_it():
-    assert restarts(went((326.0, CRASH, "n0"))) == [("local", 0, 33)]
-    gone = [(366.0, REMOVE, f"n{i}") for i in range(4)]
-    assert [each.lost_steps for each in went(*gone).recoveries] == [40]
-
-
 # --- notices --------------------------------------------------------------------------------------------------------
-
-ALL = NoticeModel(recall=1.0, lead_s=120.0, certain=False)
-LEAVE = NoticeModel(recall=1.0, lead_s=120.0)
-
-
-def test_a_notice_in_time_saves_all_but_the_last_seconds():
-    lost = (390.0, REMOVE, "n1")
-    outcome = went(lost, (390.0, ADD, "n9"), notices=ALL)
-    # Appointed a step, a stall and a replication before the deadline. The job left in order: no detection.
-    assert outcome.notices_acted == 1
-    assert restarts(outcome) == [("peer", 6, 20 + 5)]
-    assert restarts(went(lost, (390.0, ADD, "n9"))) == [("peer", 64, 10 + 20 + 5)]
 
 
 def test_by_a_certain_notice_the_job_leaves_with_its_last_step_saved_and_starts_on_the_other_nodes():
@@ -280,16 +250,6 @@ def test_a_node_that_stays_in_spite_of_a_certain_notice_is_used_again_after_the_
     assert causes.count("loss") == outcome.notices_acted
     assert causes.count("rejoin") > 0
     assert outcome.lost_s == 0.0
-
-
-def test_a_notice_too_late_to_replicate_saves_nothing():
-    late = NoticeModel(recall=1.0, lead_s=4.0, certain=False)
-    assert restarts(went((390.0, REMOVE, "n1"), notices=late))[0][:2] == ("peer", 62)  # of 64 s, 2 s were the stall
-
-
-def test_without_replicas_a_notice_commits():
-    outcome = went((900.0, REMOVE, "n1"), (900.0, ADD, "n9"), peers=None, notices=ALL, policy=Every(seconds=5000.0))
-    assert restarts(outcome) == [("store", 41, 20 + 8)]
 
 
 def test_a_notice_without_a_loss_costs_one_snapshot():
@@ -342,36 +302,6 @@ def test_the_adaptive_policy_knows_each_class_of_failure():
     assert warned.saves.known.preemption.failure_count > 0
 
 
-# --- what is truly monotone -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at_s", [150.0, 333.0, 421.0, 777.0, 1500.0])
-def test_a_faster_store_never_loses_more_where_training_does_not_feel_it(at_s):
-    """One loss of everything, and commits that end before the next begins: each then begins at the same instant."""
-    gone = [(at_s, REMOVE, f"n{i}") for i in range(4)]
-    lost = [
-        went(*gone, store=StoreLevel(write_bytes_s=SHARE / commit_s, slowdown=0.0)).recoveries[0].lost_steps
-        for commit_s in (100.0, 60.0, 30.0, 5.0)
-    ]
-    assert lost == sorted(lost, reverse=True)
-
-
-@pytest.mark.parametrize("at_s", [150.0, 333.0, 421.0, 777.0])
-def test_more_levels_never_lose_more_of_one_failure(at_s):
-    for losses in (0, 1, 4):
-        events = [(at_s, REMOVE, f"n{i}") for i in range(losses)] or [(at_s, CRASH, "n0")]
-        without = went(*events, peers=None, store=None).recoveries[0].lost_steps
-        stored = went(*events, peers=None).recoveries[0].lost_steps
-        both = went(*events).recoveries[0].lost_steps
-        assert both <= stored <= without
-
-
-@pytest.mark.parametrize("name", ["detect_s", "gang_start_s"])
-def test_a_slower_recovery_never_leaves_more_useful_time(name):
-    useful = [went((777.0, REMOVE, "n0"), **{name: seconds}).useful_s for seconds in (0.0, 10.0, 50.0, 300.0)]
-    assert useful == sorted(useful, reverse=True)
-
-
 # --- dollars, seeds, errors -----------------------------------------------------------------------------------------
 
 
@@ -401,39 +331,30 @@ def test_the_same_seed_gives_the_same_outcome_and_another_one_other_notices():
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("make", "changes"),
     [
-        {"nodes_min": 5},
-        {"nodes": 0, "nodes_min": None},
-        {"step_s": 0.0},
-        {"scaling": 1.5},
-        {"local": None},
-        {"local": None, "peers": None},
-        {"policy": Adaptive(), "commit_every": 2},
-        {"policy": Adaptive(), "store": StoreLevel(synchronous=True)},
-        {"work_steps": 0},
-        {"node_usd_hour": -1.0},
-        {"detect_s": math.nan},
+        (Scenario, {"nodes_min": 5}),
+        (Scenario, {"nodes": 0, "nodes_min": None}),
+        (Scenario, {"step_s": 0.0}),
+        (Scenario, {"scaling": 1.5}),
+        (Scenario, {"local": None}),
+        (Scenario, {"local": None, "peers": None}),
+        (Scenario, {"policy": Adaptive(), "commit_every": 2}),
+        (Scenario, {"policy": Adaptive(), "store": StoreLevel(synchronous=True)}),
+        (Scenario, {"work_steps": 0}),
+        (Scenario, {"node_usd_hour": -1.0}),
+        (Scenario, {"detect_s": math.nan}),
+        (LocalLevel, {"stall_s": -1.0}),
+        (LocalLevel, {"restore_bytes_s": 0.0}),
+        (PeerLevel, {"link_bytes_s": 0.0}),
+        (StoreLevel, {"slowdown": 1.0}),
+        (StoreLevel, {"kept": 0}),
+        (StorePrices, {"egress_gb": -1.0}),
+        (NoticeModel, {"recall": 1.1}),
+        (NoticeModel, {"lead_s": math.inf}),
     ],
 )
-def test_a_scenario_that_makes_no_sense_is_refused(changes):
+def test_what_makes_no_sense_is_refused(make, changes):
+    job = {"nodes": 4, "step_s": 1.0, "state_bytes": STATE} if make is Scenario else {}
     with pytest.raises(UsageError):
-        Scenario(**({"nodes": 4, "step_s": 1.0, "state_bytes": STATE} | changes))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: LocalLevel(stall_s=-1.0),
-        lambda: LocalLevel(restore_bytes_s=0.0),
-        lambda: PeerLevel(link_bytes_s=0.0),
-        lambda: StoreLevel(slowdown=1.0),
-        lambda: StoreLevel(kept=0),
-        lambda: StorePrices(egress_gb=-1.0),
-        lambda: NoticeModel(recall=1.1),
-        lambda: NoticeModel(lead_s=math.inf),
-    ],
-)
-def test_a_level_with_a_number_out_of_range_is_refused(make):
-    with pytest.raises(UsageError):
-        make()
+        make(**(job | changes))
