@@ -4,8 +4,8 @@ Guarantees:
 - Complete by coverage. Each byte of each declared box must be staged by some rank. The declared boxes of each tensor of
   the job must cover its global shape. Otherwise Incomplete names the tensors or ranks that are missing.
 - Only equal copies are merged. If several ranks staged the same box whole, one copy is kept only if all are equal byte
-  for byte. Otherwise the tensor is stored once per rank, owned by the rank, and named in `disagreed`. The same is done
-  if boxes of a tensor overlap in part, or ranks declare different dtypes or global shapes.
+  for byte. Otherwise the tensor is stored once per rank, owned by the rank, and named in `differing_tensors`. The same
+  is done if boxes of a tensor overlap in part, or ranks declare different dtypes or global shapes.
 - Deterministic. The source of a box is the lowest rank that staged it whole, so equal input gives equal manifests.
 
 If a rank holds all of a tensor that it owns, this is one tensor with that owner. If it holds only parts, each part is a
@@ -65,8 +65,8 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A manifest and where its frames are. `sources`: array of SOURCE, one per frame of the manifest. `disagreed`: the
-    names of tensors that are stored per rank because the ranks' copies differ."""
+    """A manifest and where its frames are. `sources`: array of SOURCE, one per frame of the manifest.
+    `differing_tensors`: the names of tensors that are stored per rank because the ranks' copies differ."""
 
     manifest: Manifest
     sources: Array

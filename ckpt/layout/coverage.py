@@ -27,8 +27,8 @@ Read = Callable[[int, int, int], Any]
 class BoxCells:
     """The cells of all declared boxes.
 
-    `size`: bytes of each cell. `of_box`: per rank, the cell of each box, in order of (entry, box). `first_box`: per
-    rank, the index into `of_box` of each entry's first box; at the end the number of boxes."""
+    `size`: bytes of each cell. `cell_by_box`: per rank, the cell of each box, in order of (entry, box). `first_box`:
+    per rank, the index into `cell_by_box` of each entry's first box; at the end the number of boxes."""
 
     size: Ints
     cell_by_box: tuple[Ints, ...]
@@ -40,7 +40,7 @@ class Rows:
     """The segments of all ranks, one row each, sorted by (cell, rank, start).
 
     `start`, `length`: byte range in the cell. `frame`: numbered over all ranks. `offset`: bytes into the frame.
-    A *group* is the run of rows [first, stop) of one (cell, rank). `key` = cell * world + rank. `whole`: whether the
+    A *group* is the run of rows [first, stop) of one (cell, rank). `key` = cell * world + rank. `is_whole`: whether the
     group is the whole cell. `lowest`: for each cell, the whole group of the lowest rank, or -1. `tiles`: the rows, in
     order of start, of each cell that no rank staged whole, but all ranks together staged exactly once.
     """

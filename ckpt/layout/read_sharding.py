@@ -20,8 +20,9 @@ Numbers = npt.NDArray[np.int64]
 class ReadSharding:
     """The home of each frame.
 
-    By frame: `same`: the first frame with the same bytes, which replaces it here. `nodes`: index of its home among the
-    job's nodes; -1: none. `offsets`: bytes into its home's memory. By node: `sizes`: bytes of that memory."""
+    By frame: `first_equal`: the first frame with the same bytes, which replaces it here. `home_nodes`: index of its
+    home among the job's nodes; -1: none. `offsets`: bytes into its home's memory. `node_bytes`: by node, bytes of that
+    memory."""
 
     first_equal: Numbers
     home_nodes: Numbers

@@ -28,7 +28,8 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One rank's copy of a tensor. `form`: dtype, shape and boxes, which must be equal for a match; None: not whole."""
+    """One rank's copy of a tensor. `signature`: dtype, shape and boxes, which must be equal for a match; None: not
+    whole."""
 
     owner: str
     signature: Any

@@ -3,20 +3,22 @@
 A frame holds a run of a row-major box. If the wanted box has the same whole rows, the run lands in it as a run. This is
 the usual case: the same sharding, or another one along the first dimension. Otherwise the run consists of at most
 2 * ndim - 1 sub-boxes: the end of a row, whole rows and the beginning of a row, in each dimension. The part of a
-sub-box that lies in the wanted box is a strided view of the frame. This module touches no data bytes.
+sub-box that lies in the wanted box is a strided view of the frame. Only `apply_cuts` touches data bytes.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.errors import DamagedData, StateMismatch
-from ckpt.format.manifest import Manifest, TensorSpec
+from ckpt.format.manifest import Manifest
 from ckpt.gc_pause import pause_gc
 from ckpt.layout.assemble import part_owner
 from ckpt.types import ITEMSIZE, Box
@@ -39,9 +41,9 @@ class Cut:
     """A strided view of a frame that fills a part of a wanted box.
 
     `offset`: the view's first element, bytes into the frame. `shape`, `strides`: of the view, in elements. `want`:
-    index into the wants. `at`: where the view goes in the wanted box, in elements. `shape`, `strides` and `at` have one
-    number per dimension. For a run they have one number in all: the elements are contiguous in the frame, and in
-    row-major order in the box.
+    index into the wants. `box_offset`: where the view goes in the wanted box, in elements. `shape`, `strides` and
+    `box_offset` have one number per dimension. For a run they have one number in all: the elements are contiguous in
+    the frame, and in row-major order in the box.
     """
 
     frame: int
@@ -52,26 +54,6 @@ class Cut:
     box_offset: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """The differences between wants and checkpoint, as sorted names of tensors. It is true if there is any difference.
-
-    `missing`: not in the checkpoint. `extra`: only in the checkpoint. `reshaped`: other global shape. `retyped`: other
-    dtype. `lines`: the same for people, one line per difference."""
-
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    reshaped: tuple[str, ...]
-    retyped: tuple[str, ...]
-    lines: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.lines)
-
-    def __str__(self) -> str:
-        return "; ".join(self.lines)
-
-
 @pause_gc()
 def plan_cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
     """The cuts that fill the wanted boxes exactly once, sorted by frame.
@@ -79,15 +61,18 @@ def plan_cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
     A want's dtype is ignored: cuts count the checkpoint's elements. Errors: StateMismatch if a want is missing or has
     another global shape; DamagedData if the manifest's frames do not cover its tensors.
     """
-    index = _index(manifest)
+    index = {(spec.name, spec.owner): place for place, spec in enumerate(manifest.tensors) if not spec.values}
     boxes_of: dict[int, list[int]] = {}
     for number, tensor in enumerate(manifest.tensor_by_box):
         boxes_of.setdefault(tensor, []).append(number)
     extents = _Extents(manifest)
     found: list[Cut] = []
     for w, want in enumerate(wants):
-        place = _find(manifest, index, want)
-        if place is None or manifest.tensors[place].shape != _expected_shape(manifest.tensors[place], want):
+        place, shape = index.get((want.name, want.owner)), want.shape
+        if place is None and want.owner:
+            # The owner's part at the wanted box.
+            place, shape = index.get((want.name, part_owner(want.owner, want.box))), want.box.shape
+        if place is None or manifest.tensors[place].shape != shape:
             raise StateMismatch(f"the checkpoint has no {_label(want)} of shape {want.shape}")
         spec = manifest.tensors[place]
         wanted = want.box if spec.shape == want.shape else Box.whole(want.box.shape)
@@ -225,22 +210,27 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _index(manifest: Manifest) -> dict[tuple[str, str], int]:
-    return {(spec.name, spec.owner): place for place, spec in enumerate(manifest.tensors) if not spec.values}
+def _label(want: Want) -> str:
+    return f"{want.name} (owned by {want.owner})" if want.owner else want.name
 
 
-def _find(manifest: Manifest, index: dict[tuple[str, str], int], want: Want) -> int | None:
-    """The index of the tensor that a want names: by name and owner, or the owner's part at the wanted box."""
-    place = index.get((want.name, want.owner))
-    if place is None and want.owner:
-        place = index.get((want.name, part_owner(want.owner, want.box)))
-    return place
+def apply_cuts(cuts: Iterable[Cut], frame: int, data: npt.NDArray[np.uint8], outs: Sequence[npt.NDArray[Any]]) -> None:
+    """Copies the cuts of frame number `frame` into `outs`. Cuts of other frames are skipped.
+
+    `data`: the raw bytes of the frame, one dimension, contiguous. `outs`: an array for each want, of its box's shape.
+    Its dtype may be any of the checkpoint's element size, such as uint16 for bfloat16. Errors: DamagedData if a cut
+    reaches out of the frame.
+    """
+    for cut in cuts:
+        if cut.frame == frame:
+            for part in split_dimensions(cut, outs[cut.want].shape, outs[cut.want].itemsize):
+                _apply(part, frame, data, outs[cut.want])
 
 
-def _expected_shape(spec: TensorSpec, want: Want) -> tuple[int, ...]:
-    """The shape that the checkpoint's tensor must have. A part has the shape of the wanted box."""
-    return want.shape if spec.owner == want.owner else want.box.shape
-
-
-def _label(item: Want | TensorSpec) -> str:
-    return f"{item.name} (owned by {item.owner})" if item.owner else item.name
+def _apply(cut: Cut, frame: int, data: npt.NDArray[np.uint8], out: npt.NDArray[Any]) -> None:
+    strides = tuple(s * out.itemsize for s in cut.strides)
+    end = cut.offset + sum((n - 1) * s for n, s in zip(cut.shape, strides, strict=True)) + out.itemsize
+    if cut.offset < 0 or end > data.nbytes:
+        raise DamagedData(f"frame {frame} has {data.nbytes} bytes; the checkpoint uses {end} bytes of it")
+    view = np.ndarray(cut.shape, out.dtype, data.data, cut.offset, strides)
+    out[tuple(slice(a, a + n) for a, n in zip(cut.box_offset, cut.shape, strict=True))] = view

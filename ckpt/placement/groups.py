@@ -40,15 +40,14 @@ class PlacementNode:
 
     `id`: unique. `state_bytes`: its own state in one checkpoint. `lend_bytes`: memory for replicas of others' state,
     all generations together. `domains`: its failure domains, widest first (site, rack); each node is also a domain of
-    its own. `up_bytes_s`, `down_bytes_s`: speed of its link; None: unknown, no limit is assumed. `has_state`: False for
-    a memory-only node, which has no state. Errors: UsageError if a value is out of range."""
+    its own. `link_bytes_s`: speed of its link each way; 0: unknown, no limit is assumed. `has_state`: False for a
+    memory-only node, which has no state. Errors: UsageError if a value is out of range."""
 
     id: str
     state_bytes: int = 0
     lend_bytes: int = 0
     domains: Ids = ()
-    up_bytes_s: float | None = None
-    down_bytes_s: float | None = None
+    link_bytes_s: float = 0.0
     has_state: bool = True
 
     def __post_init__(self) -> None:
@@ -61,10 +60,8 @@ class PlacementNode:
                 f"node {self.id}: state_bytes={self.state_bytes} and lend_bytes={self.lend_bytes} must be at least 0; "
                 "a memory-only node has no state"
             )
-        if any(speed is not None and not speed > 0 for speed in (self.up_bytes_s, self.down_bytes_s)):
-            raise UsageError(
-                f"node {self.id}: up_bytes_s={self.up_bytes_s} and down_bytes_s={self.down_bytes_s} must be above 0"
-            )
+        if not self.link_bytes_s >= 0:
+            raise UsageError(f"node {self.id}: link_bytes_s={self.link_bytes_s} must be at least 0")
 
     def domain(self, level: int) -> Ids:
         """Its domain at a level, as a path; the node itself at levels below its narrowest domain."""
@@ -84,7 +81,7 @@ def shared_domain_pairs(nodes: Sequence[PlacementNode], depth: int) -> tuple[int
 def send_s(sender: PlacementNode, receiver: PlacementNode, nbytes: int | None = None) -> float:
     """The seconds to send `nbytes` (by default the sender's state) over the slower of both links; 0 if neither is
     known."""
-    speeds = [speed for speed in (sender.up_bytes_s, receiver.down_bytes_s) if speed is not None]
+    speeds = [node.link_bytes_s for node in (sender, receiver) if node.link_bytes_s]
     return (sender.state_bytes if nbytes is None else nbytes) / min(speeds) if speeds else 0.0
 
 
@@ -123,7 +120,7 @@ class _Field:
             id: (*(node.domain(level) for level in range(self.depth)), (id,) if node.has_state else ("\0",))
             for id, node in self.nodes.items()
         }
-        self.has_link_speeds = any(node.up_bytes_s or node.down_bytes_s for node in nodes)
+        self.has_link_speeds = any(node.link_bytes_s for node in nodes)
 
     def deal_nodes(self, sizes: Sequence[int]) -> list[list[str]]:
         """The groups after dealing the nodes in turns, in an order in which the nodes of a domain are neighbours. A

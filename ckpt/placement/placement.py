@@ -36,7 +36,6 @@ from ckpt.placement.stripes import PARITY_MAX
 
 GENERATIONS = 2  # one generation is kept until the next is complete in the whole group
 NODES_MAX = 64  # the largest n, data or parity that an option may have
-_GENERATIONS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,8 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The protection of one node's state. `losses`: the number of nodes that may be lost, whichever they are, its own
-    among them. `holders`: with Replicas, the nodes that keep its copies. With Parity see `Placement.groups`."""
+    """The protection of one node's state. `losses_max`: the number of nodes that may be lost, whichever they are, its
+    own among them. `holders`: with Replicas, the nodes that keep its copies. With Parity see `Placement.groups`."""
 
     node: str
     losses_max: int
@@ -94,8 +93,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """The state of `node` survives only `achieved` losses instead of the `asked` ones. `why`: the reason, for
-    people."""
+    """The state of `node` survives only `achieved` losses instead of the `requested` ones. `reason`: for people."""
 
     node: str
     requested: int
@@ -107,8 +105,8 @@ class Shortfall:
 class Placement:
     """The result of `place`.
 
-    `kept`, `loads`, `shortfalls`: sorted by node. `exposed_domains`: domains ("site/rack") of several, but not all,
-    nodes whose loss at once would lose state. `notes`: where groups differ from the option, for people."""
+    `protected_states`, `loads`, `shortfalls`: sorted by node. `exposed_domains`: domains ("site/rack") of several, but
+    not all, nodes whose loss at once would lose state. `notes`: where groups differ from the option, for people."""
 
     option: Replicas | Parity
     protected_states: tuple[Kept, ...]
@@ -133,7 +131,6 @@ def place(
 
     `before`: the current placement, which may have another option. `generations`: how many checkpoints of other nodes a
     node keeps at once. Errors: UsageError if two nodes have one id."""
-    _whole("generations", generations, 1, _GENERATIONS_MAX)
     by_id = {node.id: node for node in sorted(nodes, key=lambda node: node.id)}
     if len(by_id) != len(nodes):
         raise UsageError("two nodes have the same id")
@@ -232,14 +229,10 @@ def _loads(
     for sender, receiver, nbytes in _flows(nodes, kept, groups):
         sends[sender] += nbytes
         receives[receiver] += nbytes
-        a, b = nodes[sender], nodes[receiver]
-        if a.up_bytes_s is not None or b.down_bytes_s is not None:
-            for id in (sender, receiver):
-                longest[id] = max(longest.get(id, 0.0), send_s(a, b, nbytes))
+        for id in (sender, receiver):
+            longest[id] = max(longest.get(id, 0.0), send_s(nodes[sender], nodes[receiver], nbytes))
     for id, node in nodes.items():
-        times = [longest[id]] if id in longest else []
-        times += [] if node.up_bytes_s is None else [sends[id] / node.up_bytes_s]
-        times += [] if node.down_bytes_s is None else [receives[id] / node.down_bytes_s]
+        own_s = max(sends[id], receives[id]) / node.link_bytes_s if node.link_bytes_s else 0.0
         yield Load(
             id,
             node.state_bytes,
@@ -248,7 +241,7 @@ def _loads(
             node.lend_bytes,
             sends[id],
             receives[id],
-            max(times, default=None),
+            max(longest.get(id, 0.0), own_s) or None,
         )
 
 
@@ -266,21 +259,14 @@ def _flows(
 
 
 def _exposed(nodes: Mapping[str, PlacementNode], kept: Sequence[Kept], groups: Sequence[ParityGroup]) -> Iterator[str]:
-    for name, members in _partial_domains(nodes.values()):
-        if _lost_nodes(kept, groups, members):
-            yield name
-
-
-def _partial_domains(nodes: Collection[PlacementNode]) -> Iterator[tuple[str, list[str]]]:
-    """The domains that have several, but not all, nodes: (name, ids of the nodes in it)."""
-    for level in range(count_levels(nodes)):
+    for level in range(count_levels(nodes.values())):
         domains: dict[Ids, list[str]] = {}
-        for node in nodes:
+        for node in nodes.values():
             if level < len(node.domains):
                 domains.setdefault(node.domain(level), []).append(node.id)
         for domain, members in sorted(domains.items()):
-            if 1 < len(members) < len(nodes):
-                yield "/".join(domain), members
+            if 1 < len(members) < len(nodes) and _lost_nodes(kept, groups, members):
+                yield "/".join(domain)
 
 
 def _whole(what: str, value: object, least: int, most: int) -> None:

@@ -34,7 +34,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reprotection:
-    """The plan: copies to make. `short`: ranks whose snapshots get fewer copies than requested, for lack of memory."""
+    """The plan: `replicas` to make. `short_ranks`: their snapshots get fewer copies than requested, for lack of
+    memory."""
 
     replicas: tuple[Copy, ...]
     short_ranks: tuple[int, ...]
@@ -50,7 +51,7 @@ def plan_rereplication(
     """The plan that restores the requested number of copies.
 
     `holders`: by rank, the nodes that have its snapshot; nodes that are not in `nodes` are lost. `sizes`: bytes of each
-    rank's snapshot. `nodes`: `lend_bytes` is memory for these copies alone, and `bytes` is ignored. Nodes that do not
+    rank's snapshot. `nodes`: `lend_bytes` is memory for these copies alone; `state_bytes` is ignored. Nodes that do not
     train only give snapshots; the caller sets their `lend_bytes` to 0. `copies`: further copies of each snapshot.
     `failed`: by (rank, holder), how often the holder failed to give the snapshot.
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest, TensorSpec
-from ckpt.layout.gather import apply_cuts
-from ckpt.layout.reshard import Cut, Want, plan_cuts
+from ckpt.layout.reshard import Cut, Want, apply_cuts, plan_cuts
 from ckpt.store.dtypes import Bits, bits_dtype
 from ckpt.store.reader import FrameReader
 from ckpt.types import ITEMSIZE, Box

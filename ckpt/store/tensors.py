@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from ckpt.errors import UsageError
 from ckpt.format.manifest import TensorSpec
-from ckpt.layout.gather import apply_cuts
 from ckpt.layout.replica_match import first_owners, match_replicas
-from ckpt.layout.reshard import Want
+from ckpt.layout.reshard import Want, apply_cuts
 from ckpt.store.dtypes import FLOATS, Bits, bits_dtype, to_float64, to_numpy_floats
 from ckpt.store.reader import FrameReader, load_values
 from ckpt.store.tensor_stream import cuts_by_want, exported_name

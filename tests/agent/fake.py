@@ -32,9 +32,8 @@ from ckpt.ipc.failure_domains import find_own_domains
 from ckpt.ipc.file_list import FileList
 from ckpt.ipc.node_list import coordinator_of, encode_nodes
 from ckpt.ipc.notice_sources import Sources
-from ckpt.layout.gather import apply_cuts
 from ckpt.layout.layout import Declaration, Entry, Layout
-from ckpt.layout.reshard import Want, plan_cuts
+from ckpt.layout.reshard import Want, apply_cuts, plan_cuts
 from ckpt.layout.staging import stage
 from ckpt.settings import Settings, read_settings, store_environment
 from ckpt.threads import Flag, Tasks

@@ -12,9 +12,8 @@ import xxhash
 
 from ckpt.layout.assemble import DATA, OWN, SHARED, Assembled, Blob, Staged
 from ckpt.layout.division import divide, division_id
-from ckpt.layout.gather import apply_cuts
 from ckpt.layout.layout import Declaration, Entry, Layout, Share
-from ckpt.layout.reshard import Want, plan_cuts, split_dimensions
+from ckpt.layout.reshard import Want, apply_cuts, plan_cuts, split_dimensions
 from ckpt.layout.staging import stage
 from ckpt.types import ITEMSIZE, Box
 

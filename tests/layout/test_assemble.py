@@ -186,44 +186,30 @@ def test_boxes_that_overlap_in_part_are_stored_per_rank_whole():
         assert (out == array).all()
 
 
-def test_a_tensor_whose_boxes_leave_a_gap_is_named():
-    ranks = sharded("t", (6, 2), [Box((0, 0), (3, 2))], [Box((3, 0), (3, 1))])
-    with pytest.raises(Incomplete, match="are staged: t") as caught:
-        assemble(take(ranks).staged)
-    assert caught.value.missing == ("t",)
+@pytest.mark.parametrize(
+    ("staged", "message", "missing"),
+    [
+        (list, "no rank", ()),
+        (lambda: take(ranks_of(4, "a")).staged[1:3], "staged nothing", ("rank 0", "rank 3")),
+        (lambda: take(sharded("t", (6, 2), [Box((0, 0), (3, 2))], [Box((3, 0), (3, 1))])).staged, "are staged", ("t",)),
+        (lambda: take(sharded("t", (6,), [], [])).staged, "are staged", ("t",)),
+        (
+            lambda: take(ranks_of(1, *(f"t{i}" for i in range(10, 40))), shares=[()]).staged,
+            "and 10 more",
+            tuple(f"t{i}" for i in range(10, 30)),
+        ),
+    ],
+)
+def test_what_is_not_staged_is_named(staged, message, missing):
+    with pytest.raises(Incomplete, match=message) as caught:
+        assemble(staged())
+    assert caught.value.missing == missing
 
 
-def test_a_tensor_that_no_rank_holds_any_part_of_is_named_and_an_empty_one_is_not():
-    ranks = sharded("t", (6,), [], [])
-    with pytest.raises(Incomplete) as caught:
-        assemble(take(ranks).staged)
-    assert caught.value.missing == ("t",)
+def test_an_empty_tensor_needs_no_bytes():
     assembled = assemble(take(sharded("t", (0, 6), [], [])).staged)
     assert data_specs(assembled) == [("t", "", (0, 6))]
     assert (0, Box((0, 0), (0, 6))) in assembled.manifest.boxes
-
-
-def test_at_most_twenty_names_are_given():
-    ranks = ranks_of(1, *(f"t{i}" for i in range(30)))
-    with pytest.raises(Incomplete, match="and 10 more") as caught:
-        assemble(take(ranks, shares=[()]).staged)
-    assert len(caught.value.missing) == 20
-
-
-def test_missing_ranks_are_named():
-    snapshot = take(ranks_of(4, "a"))
-    with pytest.raises(Incomplete) as caught:
-        assemble(snapshot.staged[1:3])
-    assert caught.value.missing == ("rank 0", "rank 3")
-    with pytest.raises(Incomplete, match="no rank"):
-        assemble([])
-
-
-def test_two_ranks_with_one_coordinate_are_named():
-    ranks = ranks_of(3, "a")
-    ranks[2].coordinate = "rank=0"
-    with pytest.raises(UsageError, match=r"ranks 0 and 2 both have the coordinate 'rank=0'; give mesh="):
-        assemble(take(ranks).staged)
 
 
 def changed(staged, **fields):
@@ -231,25 +217,53 @@ def changed(staged, **fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "error", "message"),
     [
-        ({"division": "0123456789abcdef"}, "rank 1 staged under division 0123456789abcdef, rank 0 under"),
-        ({"world": 3}, "rank 1 of 3 does not fit rank 0 of 2"),
-        ({"rank": 7}, "rank 7 of 2"),
-        ({"rank": 0}, "rank 0 staged two snapshots"),
+        ({"division": "0123456789abcdef"}, CkptError, "rank 1 staged under division 0123456789abcdef, rank 0 under"),
+        ({"world": 3}, CkptError, "rank 1 of 3 does not fit rank 0 of 2"),
+        ({"rank": 7}, CkptError, "rank 7 of 2"),
+        ({"rank": 0}, CkptError, "rank 0 staged two snapshots"),
+        ({"coordinate": "rank=0"}, UsageError, "ranks 0 and 1 both have the coordinate 'rank=0'; give mesh="),
     ],
 )
-def test_ranks_that_do_not_belong_together_are_refused(fields, message):
+def test_ranks_that_do_not_belong_together_are_refused(fields, error, message):
     first, second = take(ranks_of(2, "a")).staged
-    with pytest.raises(CkptError, match=message):
+    with pytest.raises(error, match=message):
         assemble([first, changed(second, **fields)])
 
 
-def test_a_rank_owns_only_its_own():
+def out_of_the_tensor():
+    ranks = sharded("t", (6,), [Box((2,), (4,))])
+    ranks[0].held["t", ""][2][0] = (Box((3,), (4,)), random_array(RNG, "uint8", (4,)))
+    return take(ranks).staged
+
+
+def of_another_rank():
     ranks = ranks_of(2, "a")
     ranks[0].held["mine", "rank=1"] = ranks[0].held["a", ""]
-    with pytest.raises(CkptError, match="rank=0 declares mine as owned by rank=1"):
-        assemble(take(ranks).staged)
+    return take(ranks).staged
+
+
+@pytest.mark.parametrize(
+    ("staged", "error", "message"),
+    [
+        (out_of_the_tensor, DamagedData, r"rank=0 declares .* of t, whose shape is \(6,\)"),
+        (of_another_rank, CkptError, "rank=0 declares mine as owned by rank=1"),
+        (
+            lambda: [replace(each, hashes=each.hashes[:0]) for each in take(ranks_of(1, "a")).staged],
+            DamagedData,
+            "hash",
+        ),
+        (
+            lambda: take(sharded("t", (6,), [Box((0,), (3,)), Box((0,), (4,))])).staged,
+            CkptError,
+            "t of rank=0@0 is declared twice",
+        ),
+    ],
+)
+def test_a_rank_that_declares_what_cannot_be_is_refused(staged, error, message):
+    with pytest.raises(error, match=message):
+        assemble(staged())
 
 
 @pytest.mark.parametrize(
@@ -265,28 +279,11 @@ def test_a_staging_that_contradicts_its_layout_is_refused(field, value):
         assemble([first, broken])
 
 
-def test_a_box_out_of_its_tensor_and_hashes_of_another_number_are_refused():
-    ranks = sharded("t", (6,), [Box((2,), (4,))])
-    ranks[0].held["t", ""][2][0] = (Box((3,), (4,)), random_array(RNG, "uint8", (4,)))
-    snapshot = take(ranks)
-    with pytest.raises(DamagedData, match=r"rank=0 declares .* of t, whose shape is \(6,\)"):
-        assemble(snapshot.staged)
-    first = take(ranks_of(1, "a")).staged[0]
-    with pytest.raises(DamagedData, match="hashes of shape"):
-        assemble([replace(first, hashes=first.hashes[:0])])
-
-
-def test_a_rank_that_declares_a_part_twice_is_refused():
-    box = Box((0,), (3,))
-    with pytest.raises(CkptError, match="t of rank=0@0 is declared twice"):
-        assemble(take(sharded("t", (6,), [box, Box((0,), (4,))])).staged)
-
-
 def values_specs(assembled) -> list[TensorSpec]:
     return [spec for spec in assembled.manifest.tensors if spec.values]
 
 
-def test_equal_shared_values_are_stored_once_and_own_values_for_each_rank():
+def test_equal_shared_values_are_stored_once_and_different_or_own_values_for_each_rank():
     ranks = ranks_of(2, "a")
     ranks[0].own, ranks[1].own = b"zero", b"one"
     snapshot = take(ranks)
@@ -300,13 +297,8 @@ def test_equal_shared_values_are_stored_once_and_own_values_for_each_rank():
     assert blobs == [(0, OWN, 0), (1, OWN, 0), (0, SHARED, 0)]
     for number in np.flatnonzero(assembled.sources["region"] > 0).tolist():
         snapshot.frame(assembled, number)  # checks the hash and the length
-
-
-def test_shared_values_that_differ_are_stored_per_rank():
-    ranks = ranks_of(2, "a")
     ranks[1].shared = b"other"
-    assembled = assemble(take(ranks).staged)
-    owners = [(spec.owner, spec.shape) for spec in values_specs(assembled) if spec.name == VALUES]
+    owners = [(spec.owner, spec.shape) for spec in values_specs(assemble(take(ranks).staged)) if spec.name == VALUES]
     assert owners == [("rank=0", (13,)), ("rank=1", (5,))]
 
 

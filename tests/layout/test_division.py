@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -12,7 +13,7 @@ from ckpt.errors import UsageError
 from ckpt.layout.division import divide, division_id, find_agreed, incomplete_tensors, make_owned, whole_share
 from ckpt.layout.layout import Entry, Layout, Part
 from ckpt.layout.staging import small_bytes_for
-from ckpt.types import FRAME_BYTES, ITEMSIZE, Box
+from ckpt.types import ITEMSIZE, Box
 
 FRAME = 1024  # so that boxes from 256 bytes on are large
 SMALL = small_bytes_for(FRAME)
@@ -62,22 +63,16 @@ def test_what_all_ranks_agree_on_is_staged_once_and_equally(world, seed):
     rng = random.Random(seed)
     layouts = [random_layout(rng, 200)] * world
     shares = divide(layouts, keys(*layouts), FRAME)
+    assert shares == divide(layouts, dict.fromkeys(sorted(keys(*layouts), reverse=True)).keys(), FRAME), "in any order"
     staged_once(layouts, shares)
     loads = [load(share) for share in shares]
     assert max(loads) - min(loads) <= 2 * FRAME
-
-
-def test_a_small_box_goes_whole_to_one_rank_and_a_large_one_is_cut_at_frames(seed):
-    rng = random.Random(seed)
-    layouts = [random_layout(rng, 100)] * 4
-    for share in divide(layouts, keys(*layouts), FRAME):
-        for part in share:
-            size = layouts[0].entries[part.entry].boxes[0].size
-            if size < SMALL:
-                assert (part.start, part.stop) == (0, size)
-            else:
-                assert part.start % FRAME == 0
-                assert part.stop % FRAME == 0 or part.stop == size
+    for part in itertools.chain(*shares):  # a small box goes whole to one rank, and a large one is cut at frames
+        size = layouts[0].entries[part.entry].boxes[0].size
+        if size < SMALL:
+            assert (part.start, part.stop) == (0, size)
+        assert part.start % FRAME == 0
+        assert part.stop % FRAME == 0 or part.stop == size
 
 
 def test_what_is_not_agreed_is_staged_whole_by_each_rank_that_has_it():
@@ -86,6 +81,8 @@ def test_what_is_not_agreed_is_staged_whole_by_each_rank_that_has_it():
     assert all(Part(0, 0, 0, 5000) in share for share in shares)
     assert sum(part.entry == 1 for share in shares for part in share) == 1
     assert divide([both, both], set(), FRAME) == [whole_share(both), whole_share(both)]
+    one, other = layout(entry("a", 5000)), layout(entry("a", 5000, "int8"))
+    assert divide([one, other], keys(one, other), FRAME) == [whole_share(one), whole_share(other)], "different kinds"
     assert all(part.entry != 2 for part in whole_share(both))
 
 
@@ -124,14 +121,6 @@ def test_ranks_get_equal_bytes_where_groups_of_holders_nest_or_cross(groups):
     assert max(loads) - min(loads) <= 4 * FRAME
 
 
-def test_equal_input_gives_equal_shares_in_any_order_of_the_agreed_boxes(seed):
-    rng = random.Random(seed)
-    layouts = [random_layout(rng, 80)] * 3
-    agreed = sorted(keys(*layouts))
-    backwards = dict.fromkeys(reversed(agreed))
-    assert divide(layouts, set(agreed), FRAME) == divide(layouts, backwards.keys(), FRAME)
-
-
 def test_adding_a_tensor_moves_few_bytes_to_other_ranks(seed):
     """Each of the 7 boundaries moves by at most the added bytes and the middle of what it falls into."""
     rng = random.Random(seed)
@@ -153,50 +142,20 @@ def holders(each: Layout, shares: list[tuple[Part, ...]]) -> dict[tuple[str, int
     }
 
 
-def test_a_box_that_two_ranks_declare_as_different_kinds_is_not_divided():
-    one, other = layout(entry("a", 5000)), layout(entry("a", 5000, "int8"))
-    assert divide([one, other], keys(one, other), FRAME) == [whole_share(one), whole_share(other)]
-
-
-def test_real_frames_divide_a_model_within_a_frame_of_equal():
-    names = [f"layers.{i}.{kind}" for i in range(32) for kind in ("attn", "bias", "mlp", "norm")]
-    each = layout(
-        *(entry(n, {"attn": 1 << 24, "mlp": 3 << 24, "bias": 4096, "norm": 8192}[n.split(".")[2]]) for n in names)
-    )
-    shares = divide([each] * 8, keys(each), FRAME_BYTES)
-    staged_once([each] * 8, shares)
-    loads = [load(share) for share in shares]
-    assert max(loads) - min(loads) <= FRAME_BYTES
-
-
 def hashes(*rows: int) -> np.ndarray:
     return np.array([(row, row) for row in rows], np.uint64).reshape(-1, 2)
 
 
 def test_agree_tells_equal_from_different_from_unknown():
     each = layout(*(entry(name, 8) for name in "abcd"))
-    agreed, differing = find_agreed([each] * 3, [hashes(1, 2, 3, 0), hashes(1, 2, 0, 0), hashes(1, 9, 3, 0)])
-    assert agreed == {("a", "", Box((0,), (8,)))}
-    assert differing == {("b", "")}
-
-
-def test_agree_finds_a_difference_behind_a_rank_that_did_not_hash():
-    each = layout(entry("a", 8))
-    for order in ((0, 1, 2), (1, 0, 2), (1, 2, 0)):
-        agreed, differing = find_agreed([each] * 3, [hashes(row) for row in order])
-        assert (agreed, differing) == (set(), {("a", "")})
-
-
-def test_agree_needs_two_ranks_and_takes_other_kinds_as_different():
-    layouts = [layout(entry("a", 8), entry("b", 8), entry("c", 8)), layout(entry("a", 8, "int8"), entry("b", 9))]
-    agreed, differing = find_agreed(layouts, [hashes(1, 2, 3), hashes(1, 2)])
-    assert (agreed, differing) == (set(), {("a", ""), ("b", "")})
-
-
-def test_a_tensor_that_differs_in_one_box_is_agreed_in_none():
-    boxes = (Box((0,), (4,)), Box((4,), (4,)))
-    each = Layout((Entry("a", "uint8", (8,), boxes),))
-    assert find_agreed([each, each], [hashes(1, 2), hashes(1, 3)]) == (set(), {("a", "")})
+    told = [hashes(1, 2, 3, 0), hashes(1, 2, 0, 0), hashes(1, 9, 3, 0)]
+    assert find_agreed([each] * 3, told) == ({("a", "", Box((0,), (8,)))}, {("b", "")})
+    alone, wide = layout(entry("a", 8)), Layout((Entry("a", "uint8", (8,), (Box((0,), (4,)), Box((4,), (4,)))),))
+    for order in ((0, 1, 2), (1, 0, 2), (1, 2, 0)):  # a difference behind a rank that did not hash
+        assert find_agreed([alone] * 3, [hashes(row) for row in order]) == (set(), {("a", "")})
+    assert find_agreed([wide, wide], [hashes(1, 2), hashes(1, 3)]) == (set(), {("a", "")}), "in one box, so in none"
+    other = [layout(entry("a", 8), entry("b", 8), entry("c", 8)), layout(entry("a", 8, "int8"), entry("b", 9))]
+    assert find_agreed(other, [hashes(1, 2, 3), hashes(1, 2)]) == (set(), {("a", ""), ("b", "")}), "of other kinds"
 
 
 def test_hashes_may_be_left_out_but_not_be_of_another_number():

@@ -35,6 +35,8 @@ def test_every_frame_has_one_home_and_a_place_there_that_only_equal_frames_share
         assert found.offsets[mine].tolist() == [sum(lengths[:number]) for number in range(len(lengths))]
         assert found.node_bytes[node] == sum(lengths)
     assert sum(len(found.frames_of(node)) for node in range(count)) == len(set(contents))
+    firsts = found.home_nodes[found.first_equal == np.arange(len(contents))]
+    assert firsts.tolist() == sorted(firsts.tolist()), "what lies together is read together"
     for frame, content in enumerate(contents):
         first = contents.index(content)
         assert found.first_equal[frame] == first
@@ -48,13 +50,6 @@ def test_no_home_has_more_than_its_share_of_the_bytes_and_a_frame(contents: list
     total, largest = sum(length for _, length in set(contents)), max([length for _, length in contents], default=0)
     assert sum(found.node_bytes) == total
     assert max(found.node_bytes) <= total / count + largest
-
-
-@given(CONTENTS, st.integers(1, 9))
-def test_what_lies_together_is_read_together(contents: list[tuple[int, int]], count: int) -> None:
-    found = shard_reads(frames(contents), count)
-    firsts = found.home_nodes[found.first_equal == np.arange(len(contents))]
-    assert firsts.tolist() == sorted(firsts.tolist())
 
 
 @given(CONTENTS, st.integers(1, 9), st.sets(st.integers(0, 59)))

@@ -11,8 +11,7 @@ import pytest
 from ckpt.errors import DamagedData, StateMismatch
 from ckpt.format.manifest import VALUES
 from ckpt.layout.assemble import assemble
-from ckpt.layout.gather import apply_cuts
-from ckpt.layout.reshard import Cut, Want, plan_cuts, split_dimensions, whole_run
+from ckpt.layout.reshard import Cut, Want, apply_cuts, plan_cuts, split_dimensions, whole_run
 from ckpt.types import Box
 from tests.layout.jobs import Rank, fetch, random_array, region, take
 from tests.layout.reshard_cases import all_boxes, manifest_of_runs

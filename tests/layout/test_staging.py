@@ -98,18 +98,14 @@ def test_small_tensors_are_packed_by_dtype_in_canonical_order_without_padding():
     assert staging.segments["offset"].tolist() == [0, 9, 64, 264]
 
 
-def test_a_box_has_frames_of_its_own_from_the_stated_size_on():
-    layout = Layout((entry("a", SMALL), entry("b", SMALL - 1), entry("c", 1)))
-    staging = stage(layout, whole_share(layout), FRAME)
-    assert staging.frames["length"].tolist() == [SMALL, SMALL]
-
-
 def test_a_packed_frame_ends_before_the_tensor_that_would_overfill_it():
     layout = Layout(tuple(entry(f"t{i}", 200) for i in range(12)))
     staging = stage(layout, whole_share(layout), FRAME)
     assert staging.frames["length"].tolist() == [1000, 1000, 400]
     layout = Layout(tuple(entry(f"t{i}", 128) for i in range(9)))
     assert stage(layout, whole_share(layout), FRAME).frames["length"].tolist() == [1024, 128]
+    layout = Layout((entry("a", SMALL), entry("b", SMALL - 1), entry("c", 1)))  # from SMALL on, frames of its own
+    assert stage(layout, whole_share(layout), FRAME).frames["length"].tolist() == [SMALL, SMALL]
 
 
 def test_nothing_to_stage_is_no_frame():

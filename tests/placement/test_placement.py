@@ -49,7 +49,7 @@ def jobs(draw: st.DrawFn) -> list[PlacementNode]:
     """Any nodes: some without state, room or domains, some memory-only; equal or unequal links."""
     count = draw(st.integers(1, 9))
     depth = draw(st.integers(0, 2))
-    unequal = draw(st.booleans())
+    unequal, speeds = draw(st.booleans()), st.sampled_from((0, 1e6, 1e9))
     found = []
     for i in range(count):
         trains = draw(st.integers(0, 4)) > 0
@@ -59,8 +59,7 @@ def jobs(draw: st.DrawFn) -> list[PlacementNode]:
                 draw(st.sampled_from((0, 1, PAGE, 3 * PAGE + 5, STATE))) if trains else 0,
                 draw(st.sampled_from((0, 3 * PAGE, 2 * STATE, 5 * STATE, AMPLE))),
                 tuple(draw(st.sampled_from("abc")) for _ in range(draw(st.integers(0, depth)))),
-                up_bytes_s=draw(st.sampled_from((None, 1e6, 1e9))) if unequal else None,
-                down_bytes_s=draw(st.sampled_from((None, 1e6, 1e9))) if unequal else None,
+                link_bytes_s=min(draw(speeds), draw(speeds)) if unequal else 0,
                 has_state=trains,
             )
         )
@@ -184,20 +183,6 @@ def test_groups_of_unequal_sizes_share_as_few_domains_as_the_best_of_all_arrange
         assert pairs_alike([[by_id[id] for id in group] for group in found]) == brute_force(nodes, list(sizes))
 
 
-def test_a_copy_lies_in_another_site_and_else_in_another_rack():
-    nodes = many(8, "site", "rack{0}")
-    nodes = [trainer(node.id, "east" if i < 4 else "west", f"rack{i // 2}") for i, node in enumerate(nodes)]
-    by_id = {node.id: node for node in nodes}
-    for kept in place(nodes, Replicas(1)).protected_states:
-        assert by_id[kept.node].domains[0] != by_id[kept.holders[0]].domains[0]
-    one_site = [trainer(node.id, "east", *node.domains[1:]) for node in nodes]
-    by_id = {node.id: node for node in one_site}
-    placement = place(one_site, Replicas(1))
-    assert placement.exposed_domains == ()
-    for kept in placement.protected_states:
-        assert by_id[kept.node].domains != by_id[kept.holders[0]].domains
-
-
 def test_a_domain_whose_loss_would_lose_state_is_named():
     nodes = [trainer(f"n{i}", "east", f"rack{i // 3}", lend=2 * STATE) for i in range(4)]
     placement = place(nodes, Replicas(1))
@@ -205,40 +190,10 @@ def test_a_domain_whose_loss_would_lose_state_is_named():
     assert place([trainer(n.id, *n.domains) for n in nodes], Replicas(1)).exposed_domains == ()
 
 
-def test_a_copy_is_kept_in_the_stable_market_where_there_is_one():
-    spot = [trainer(f"spot{i}", f"pool{i // 4}") for i in range(8)]
-    stable = [memory_only(f"stable{i}", "on-demand") for i in range(2)]
-    placement = place(spot + stable, Parity(4, 1))
-    assert all(any(id.startswith("stable") for id in group.members) for group in placement.groups)
-    pairs = place([*spot[:2], *stable], Replicas(1))
-    assert all(kept.holders[0].startswith("stable") for kept in pairs.protected_states)
-
-
-def by_first_domain(placement: Placement, nodes: list[PlacementNode]) -> set[tuple[str, ...]]:
-    """Which domains are combined in groups."""
-    domain = {node.id: node.domains[0] for node in nodes}
-    return {tuple(sorted(domain[id] for id in group)) for group in members(placement)}
-
-
 def test_memory_only_nodes_are_in_different_groups():
     lend = GENERATIONS * STATE  # not enough for both
     nodes = [trainer("a"), memory_only("b", lend=lend), trainer("c"), memory_only("d", lend=lend)]
     assert all({"a", "c"} & set(group) and {"b", "d"} & set(group) for group in members(place(nodes, Replicas(1))))
-
-
-def test_the_largest_state_is_kept_by_the_fastest_link():
-    fast = {"up_bytes_s": 1e9, "down_bytes_s": 1e9}
-    slow = {"up_bytes_s": 1e9, "down_bytes_s": 1e7}
-    nodes = [
-        trainer("large0", nbytes=10 * STATE, **fast),
-        trainer("large1", nbytes=10 * STATE, **fast),
-        trainer("small0", **slow),
-        trainer("small1", **slow),
-    ]
-    placement = place(nodes, Replicas(1))
-    assert holders(placement)["large0"] == ("large1",)
-    assert max(load.seconds for load in placement.loads) == pytest.approx(STATE / 1e7)
-    assert place(many(2), Replicas(1)).loads[0].seconds is None
 
 
 def pairings(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
@@ -251,19 +206,18 @@ def pairings(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("count", [4, 6, 8])
 def test_of_all_pairings_that_is_made_whose_slowest_transfer_is_the_quickest(count: int, seed: int) -> None:
-    """Links carry as much each way, as those do whose speed is known."""
     rng = random.Random(seed)
     for _ in range(20):
         speeds = [rng.choice((1e6, 1e7, 1e8, 1e9)) for _ in range(count)]
         nodes = [
-            trainer(f"n{i}", nbytes=rng.choice((1, 2, 5, 10)) * PAGE, up_bytes_s=speed, down_bytes_s=speed)
+            trainer(f"n{i}", nbytes=rng.choice((1, 2, 5, 10)) * PAGE, link_bytes_s=speed)
             for i, speed in enumerate(speeds)
         ]
         by_id = {node.id: node for node in nodes}
 
         def slowest(pairs: list[tuple[str, str]], by_id: dict[str, PlacementNode] = by_id) -> float:
             ways = [(by_id[a], by_id[b]) for pair in pairs for a, b in (pair, pair[::-1])]
-            return max(a.state_bytes / min(a.up_bytes_s, b.down_bytes_s) for a, b in ways)
+            return max(a.state_bytes / min(a.link_bytes_s, b.link_bytes_s) for a, b in ways)
 
         made = [(kept.node, kept.holders[0]) for kept in place(nodes, Replicas(1)).protected_states]
         assert slowest(made) == pytest.approx(min(map(slowest, pairings(list(by_id)))))
@@ -300,13 +254,9 @@ def test_one_of_those_that_lend_enough_keeps_everything_and_one_beside_a_trainer
     placement = place(beside, Replicas(1))
     assert holders(placement)["t"] == ("u",)
     assert "no memory-only node keeps all" in placement.notes[-1]
-
-
-def test_a_memory_only_node_that_joins_takes_everything_from_the_next_checkpoint_on():
-    before = place(many(4), Replicas(1))
-    nodes = [*many(4), memory_only("m")]
-    assert set(holders(place(nodes, Replicas(1), before)).values()) == {("m",)}
-    assert place(many(4), Replicas(1), place(nodes, Replicas(1), before)) == before
+    before, joined = place(many(4), Replicas(1)), [*many(4), memory_only("m")]
+    assert set(holders(place(joined, Replicas(1), before)).values()) == {("m",)}
+    assert place(many(4), Replicas(1), place(joined, Replicas(1), before)) == before
 
 
 def test_a_memory_only_node_may_be_the_only_peer():
@@ -339,20 +289,24 @@ def test_numbers_that_do_not_divide_give_a_ring_of_copies_and_short_groups_of_pa
     assert sorted(map(len, members(place(many(5), Parity(2, 2))))) == [5]  # two cannot protect each other twice
 
 
-def test_groups_are_long_where_short_ones_take_more_memory_than_is_lent():
-    nodes = [trainer(f"n{i}", lend=2 * STATE) for i in range(7)]
-    placement = place(nodes, Parity(2, 2))
-    assert sorted(map(len, members(placement))) == [7]
-    assert placement.shortfalls == ()
-
-
-def test_two_parities_become_one_before_none():
-    nodes = [trainer(f"n{i}", lend=2 * STATE // 2) for i in range(3)]
-    placement = place(nodes, Parity(2, 2))
-    assert [(s.requested, s.achieved) for s in placement.shortfalls] == [(2, 1)] * 3
-    why = placement.shortfalls[0].reason
-    assert "too little memory" in why
-    assert "ckpt.Limits(memory=)" in why, "it may be that, and nobody lends any"
+@pytest.mark.parametrize(
+    ("count", "lend", "option", "sizes", "losses"),
+    [
+        (7, 2 * STATE, Parity(2, 2), [7], 2),  # short groups would take more than is lent
+        (3, STATE, Parity(2, 2), [3], 1),  # two parities become one before none
+        (8, GENERATIONS * 9 * PAGE, Parity(2, 2), [8], 1),  # 7 + 1 nodes need 9 pages each
+        (8, GENERATIONS * 9 * PAGE, Parity(3, 1), [8], 1),
+    ],
+)
+def test_groups_are_as_long_as_the_lent_memory_asks_for_and_keep_one_parity_before_none(
+    count, lend, option, sizes, losses
+):
+    placement = place([trainer(f"n{i}", lend=lend) for i in range(count)], option)
+    assert sorted(map(len, members(placement))) == sizes
+    assert {kept.losses_max for kept in placement.protected_states} == {losses}
+    reasons = {shortfall.reason for shortfall in placement.shortfalls}
+    assert all("too little memory" in reason and "ckpt.Limits(memory=)" in reason for reason in reasons)
+    assert bool(reasons) == (losses < option.parity)
 
 
 @pytest.mark.parametrize("count", [4, 7, 8, 12])
@@ -365,26 +319,16 @@ def test_what_is_too_little_for_the_parity_asked_for_is_enough_for_less_of_all_s
         is_sound(lent, placement, Parity(2, 2))
 
 
-@pytest.mark.parametrize("option", [Parity(2, 2), Parity(3, 1)])
-def test_where_groups_are_too_short_for_what_is_lent_they_are_as_long_as_it_takes(option):
-    lent = [trainer(f"n{i:02d}", lend=GENERATIONS * 9 * PAGE) for i in range(8)]  # 7 + 1 nodes need 9 pages each
-    assert {kept.losses_max for kept in place(lent, option).protected_states} == {1}
-
-
-def test_that_many_nodes_lend_too_little_for_any_parity_is_found_out_at_once():
-    """The agent that places it does nothing else meanwhile."""
+@pytest.mark.parametrize(
+    ("count", "state", "pages", "option", "losses"),
+    [(128, 1000, 1, Parity(6, 2), 0), *((512, 100, n, Replicas(2), int(n >= 100)) for n in (0, 99, 100, 150))],
+)
+def test_that_many_nodes_lend_too_little_is_found_out_at_once(count, state, pages, option, losses):
+    """The agent that places it does nothing else meanwhile. One helper or state after the other takes a minute."""
     began_s = time.process_time()
-    lent = [trainer(f"n{i:03d}", nbytes=1000 * PAGE, lend=GENERATIONS * PAGE) for i in range(128)]
-    assert {kept.losses_max for kept in place(lent, Parity(6, 2)).protected_states} == {0}
-    assert time.process_time() - began_s < 5  # one helper after the other takes a minute
-
-
-@pytest.mark.parametrize("pages", [0, 99, 100, 150])
-def test_that_many_nodes_lend_too_little_for_the_copies_is_found_out_at_once(pages):
-    began_s = time.process_time()
-    lent = [trainer(f"n{i:03d}", nbytes=100 * PAGE, lend=GENERATIONS * pages * PAGE) for i in range(512)]
-    assert {kept.losses_max for kept in place(lent, Replicas(2)).protected_states} == {int(pages >= 100)}
-    assert time.process_time() - began_s < 5  # looking for each state whom its room would help takes half a minute
+    lent = [trainer(f"n{i:03d}", nbytes=state * PAGE, lend=GENERATIONS * pages * PAGE) for i in range(count)]
+    assert {kept.losses_max for kept in place(lent, option).protected_states} == {losses}
+    assert time.process_time() - began_s < 5
 
 
 def test_fewer_nodes_than_were_asked_for_is_said():
@@ -399,12 +343,17 @@ def test_fewer_nodes_than_were_asked_for_is_said():
     assert place([], Replicas(1)).protected_states == ()
 
 
-def test_a_copy_moves_out_of_the_way_of_one_that_fits_nowhere_else():
-    lends = {"a": 0, "b": 1, "c": 2}  # copies; who goes round the ring finds a -> b, b -> c, and no room for c's
-    nodes = [trainer(name, nbytes=PAGE, lend=GENERATIONS * PAGE * copies) for name, copies in lends.items()]
-    placement = place(nodes, Replicas(1))
-    assert holders(placement) == {"a": ("c",), "b": ("c",), "c": ("b",)}
-    assert placement.shortfalls == ()
+@pytest.mark.parametrize(
+    ("pages", "n"),
+    [
+        ({"a": (1, 0), "b": (1, 1), "c": (1, 2)}, 1),  # who goes round the ring finds no room for c's copy: b's moves
+        ({"a": (2, 4), "b": (1, 1), "c": (4, 3)}, 2),  # a second copy gives way to the first one of a larger state
+    ],
+)
+def test_a_copy_moves_out_of_the_way_of_one_that_fits_nowhere_else(pages: dict[str, tuple[int, int]], n: int):
+    """`pages`: of state, and of room."""
+    lent = [trainer(name, nbytes=size * PAGE, lend=GENERATIONS * room * PAGE) for name, (size, room) in pages.items()]
+    assert [kept.losses_max for kept in place(lent, Replicas(n)).protected_states] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 6, 8, 16])
@@ -415,12 +364,6 @@ def test_no_state_has_one_copy_more_than_there_is_room_for_of_each(count):
         assert {kept.losses_max for kept in place(lent, Replicas(asked)).protected_states} == {asked}
         lent = [trainer(f"n{i:02d}", lend=GENERATIONS * STATE * asked) for i in range(count)]
         assert {kept.losses_max for kept in place(lent, Replicas(room)).protected_states} == {asked}
-
-
-def test_a_second_copy_gives_way_to_the_first_one_of_a_larger_state():
-    pages = {"a": (2, 4), "b": (1, 1), "c": (4, 3)}  # of state, and of room
-    lent = [trainer(name, nbytes=size * PAGE, lend=GENERATIONS * room * PAGE) for name, (size, room) in pages.items()]
-    assert [kept.losses_max for kept in place(lent, Replicas(2)).protected_states] == [1, 1, 1]
 
 
 # -- stability
@@ -455,13 +398,11 @@ def test_groups_are_made_anew_where_all_can_be_safer():
     after = place(nodes, Replicas(1), flat)
     assert all(set(group) not in pairs for group in members(after))
     assert after.exposed_domains == ()
-
-
-def test_groups_are_made_anew_where_mending_them_takes_too_many_swaps():
-    nodes = [trainer(f"n{i:03d}", f"rack{i // 100}") for i in range(400)]
+    nodes = [trainer(f"n{i:03d}", f"rack{i // 100}") for i in range(400)]  # mending these takes too many swaps
     inside = tuple(ParityGroup((f"n{i:03d}", f"n{i + 1:03d}")) for i in range(0, 400, 2))
-    placement = place(nodes, Replicas(1), replace(place(nodes, Replicas(1)), groups=inside))
-    assert all(a != b for a, b in by_first_domain(placement, nodes))
+    before = replace(place(nodes, Replicas(1)), groups=inside)
+    domains = {node.id: node.domains for node in nodes}
+    assert all(domains[a] != domains[b] for a, b in members(place(nodes, Replicas(1), before)))
 
 
 # -- what is refused
@@ -484,10 +425,9 @@ def test_groups_are_made_anew_where_mending_them_takes_too_many_swaps():
         lambda: PlacementNode("a", -1),
         lambda: PlacementNode("a", 0, -1),
         lambda: PlacementNode("a", 1, has_state=False),
-        lambda: PlacementNode("a", up_bytes_s=0),
-        lambda: PlacementNode("a", down_bytes_s=float("nan")),
+        lambda: PlacementNode("a", link_bytes_s=-1),
+        lambda: PlacementNode("a", link_bytes_s=float("nan")),
         lambda: place([PlacementNode("a"), PlacementNode("a")], Replicas(1)),
-        lambda: place([PlacementNode("a")], Replicas(1), generations=0),
         lambda: group_nodes([PlacementNode("a")], [2]),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction as F
 
 import pytest
@@ -21,14 +21,11 @@ def nodes(count: int, **fields: list) -> list[PlacementNode]:
     ]
 
 
-def survival(survives: Callable[[frozenset[str]], bool], units: Sequence[Collection[str]], lost: int) -> F:
-    """The probability that the state outlives the loss of so many units at random; a unit is what is lost at once."""
-    sets = list(itertools.combinations(units, lost))
-    return F(sum(survives(frozenset(itertools.chain(*chosen))) for chosen in sets), len(sets))
-
-
-def enumerated(placement: Placement, lost: int) -> F:
-    return survival(lambda gone: not placement.lost_nodes(gone), [[load.node] for load in placement.loads], lost)
+def enumerated(placement: Placement, lost: int, units: Sequence[Collection[str]] = ()) -> F:
+    """The probability that the state outlives the loss of so many units at random; a unit is what is lost at once: by
+    default a node."""
+    sets = list(itertools.combinations(units or [[load.node] for load in placement.loads], lost))
+    return F(sum(not placement.lost_nodes([*itertools.chain(*chosen)]) for chosen in sets), len(sets))
 
 
 @pytest.mark.parametrize(
@@ -67,16 +64,8 @@ def test_eight_nodes_survive_and_take_memory_as_the_theory_says(option, probabil
 def test_whole_domains_are_paired_and_outlive_any_one_domain_and_two_thirds_of_the_pairs_of_domains():
     racks = ["a", "a", "b", "b", "c", "c", "d", "d"]
     units = [[f"n{i:02d}", f"n{i + 1:02d}"] for i in range(0, 8, 2)]
-
-    def survives(pairs: list[tuple[int, int]], lost: int) -> F:
-        names = [{f"n{a:02d}", f"n{b:02d}"} for a, b in pairs]
-        return survival(lambda gone: not any(pair <= set(gone) for pair in names), units, lost)
-
-    assert [survives([(0, 1), (2, 3), (4, 5), (6, 7)], k) for k in (1, 2)] == [0, 0]
-    assert [survives([(0, 2), (1, 3), (4, 6), (5, 7)], k) for k in (1, 2)] == [1, F(2, 3)]
-    assert [survives([(0, 2), (1, 4), (3, 6), (5, 7)], k) for k in (1, 2)] == [1, F(1, 3)]  # scattered
     placement = place(nodes(8, domains=[(rack,) for rack in racks]), Replicas(1))
-    for lost, probability in ((1, 1), (2, F(2, 3))):
-        assert survival(lambda gone: not placement.lost_nodes(gone), units, lost) == probability
+    for lost, probability in ((1, 1), (2, F(2, 3))):  # scattered pairs: 1/3
+        assert enumerated(placement, lost, units) == probability
     assert enumerated(placement, 2) == F(6, 7)
     assert placement.exposed_domains == ()

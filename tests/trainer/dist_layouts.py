@@ -1,14 +1,13 @@
-"""One rank of a gloo group that walks one model under many layouts, saves each, and restores each into each.
+"""One rank of a gloo group of four that walks one model under many layouts, saves each, and restores each.
 
-    dist_layouts.py RANK WORLD FOLDER      (started by test_walk_dist.py)
+    dist_layouts.py RANK FOLDER      (started by test_state_walk_dist.py)
 
-The first launch (world 4) leaves its checkpoints, and the full tensors they must give, in FOLDER; later launches of
-another size restore those. Everything is asserted here; the exit status says whether it held.
+Everything is asserted here; the exit status says whether it held. Other numbers of ranks, and every layout into every
+other: tests/checkpointer/test_layouts.py.
 """
 
 from __future__ import annotations
 
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,9 @@ from ckpt.errors import UsageError
 from ckpt.trainer.state.mesh_coordinate import find_coordinate
 from ckpt.trainer.state.state_walk import StateWalker
 
-# By world size. Sizes 6 and 10 are uneven over 4 ranks: the last rank holds less, or nothing.
-SIZES = {"even": 8, "uneven": 6}
-LAYOUTS = {
-    ("even", 4): ("plain", "ddp", "fsdp", "tp", "hsdp", "fsdp_tp"),
-    ("uneven", 4): ("ddp", "fsdp", "fsdp_tp"),
-    ("even", 3): ("ddp", "fsdp"),
-    ("uneven", 3): ("fsdp",),
-}
+WORLD = 4
+# By size of the model. Sizes 6 and 10 are uneven over 4 ranks: the last rank holds less, or nothing.
+LAYOUTS = {8: ("plain", "ddp", "fsdp", "tp", "hsdp", "fsdp_tp"), 6: ("ddp", "fsdp", "fsdp_tp")}
 
 
 class Block(nn.Module):
@@ -63,20 +57,20 @@ class Model(nn.Module):
         return self.norm(x)
 
 
-def meshes(layout: str, world: int) -> DeviceMesh | None:
+def meshes(layout: str) -> DeviceMesh | None:
     if layout == "hsdp":
-        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     if layout == "fsdp_tp":
-        return init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     if layout in ("fsdp", "tp"):
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("dp" if layout == "fsdp" else "tp",))
+        return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp" if layout == "fsdp" else "tp",))
     return None
 
 
-def build(layout: str, size: int, world: int, seed: int) -> dict[str, Any]:
+def build(layout: str, size: int, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model: nn.Module = Model(size)
-    mesh = meshes(layout, world)
+    mesh = meshes(layout)
     if layout == "ddp":
         model = DistributedDataParallel(model)
     if layout in ("tp", "fsdp_tp") and mesh is not None:
@@ -115,36 +109,46 @@ def full(walker: StateWalker) -> dict[str, torch.Tensor]:
     return found
 
 
-def walker_of(state: dict[str, Any], rank: int, world: int) -> StateWalker:
-    return StateWalker(state, find_coordinate(state, rank, world), generators=False)
+def walker_of(state: dict[str, Any], rank: int) -> StateWalker:
+    return StateWalker(state, find_coordinate(state, rank, WORLD), generators=False)
 
 
-def save(layout: str, kind: str, rank: int, world: int) -> tuple[rt.Checkpoint, dict[str, torch.Tensor]]:
-    size = SIZES[kind]
-    state = build(layout, size, world, seed=1)
-    walker = walker_of(state, rank, world)
+def save_together(walker: StateWalker, rank: int) -> rt.Checkpoint:
+    ranks: list[Any] = [None] * WORLD
+    dist.all_gather_object(ranks, rt.save_rank(walker, rank, WORLD))
+    return rt.assemble_ranks(ranks)
+
+
+def restore_into(state: dict[str, Any], checkpoint: rt.Checkpoint, rank: int) -> None:
+    targets = rt.plan(walker_of(state, rank), checkpoint)
+    assert not targets.difference_lines, targets.difference_lines
+    assert not targets.extra_names, targets.extra_names
+    rt.fill(targets, checkpoint)
+    targets.install()
+
+
+def save(layout: str, size: int, rank: int) -> tuple[rt.Checkpoint, dict[str, torch.Tensor]]:
+    state = build(layout, size, seed=1)
+    walker = walker_of(state, rank)
     walk = walker.walk()
     train(state, size, 3)
     evaluate(state, size)
     assert walker.has_changed(walk), "the optimizer's state has appeared"
-    mine = rt.save_rank(walker, rank, world)
-    walk = walker.walk()
-    replica = dict(zip((e.name for e in mine.declaration.layout.entries), walk.may_have_replicas, strict=True))
+    checkpoint = save_together(walker, rank)
+    assert not checkpoint.disagreed, checkpoint.disagreed
+    walk, mine = walker.walk(), checkpoint.ranks[rank].declaration.layout
+    replica = dict(zip((e.name for e in mine.entries), walk.may_have_replicas, strict=True))
     assert replica["model.blocks.0.up.weight"] == (layout in ("plain", "ddp", "hsdp"))
     assert replica["optim.state.blocks.0.up.weight.step"]
     evaluate(state, size)
-    assert walker_of(state, rank, world).walk().layout == mine.declaration.layout, "evaluation gathers parameters"
+    assert walker_of(state, rank).walk().layout == mine, "evaluation gathers parameters"
     train(state, size, 1)
     evaluate(state, size)
     assert not walker.has_changed(walk), "a step, and an evaluation that gathers parameters, change no structure"
-    assert [entry.name for entry in mine.declaration.layout.entries] == names_of_one_process(size)
-    ranks: list[Any] = [None] * world
-    dist.all_gather_object(ranks, mine)
-    checkpoint = rt.assemble_ranks(ranks)
-    assert not checkpoint.disagreed, checkpoint.disagreed
-    again = build(layout, size, world, seed=1)
+    assert [entry.name for entry in mine.entries] == names_of_one_process(size)
+    again = build(layout, size, seed=1)
     train(again, size, 3)
-    return checkpoint, full(walker_of(again, rank, world))
+    return checkpoint, full(walker_of(again, rank))
 
 
 def names_of_one_process(size: int) -> list[str]:
@@ -156,26 +160,23 @@ def names_of_one_process(size: int) -> list[str]:
     return [entry.name for entry in rt.walker_of(state).walk().layout.entries]
 
 
-def restore(
-    saved: tuple[rt.Checkpoint, dict[str, torch.Tensor]], layout: str, size: int, rank: int, world: int, used: bool
-) -> None:
-    """Into a fresh process's state, or into one that has trained already."""
-    checkpoint, reference = saved
-    state = build(layout, size, world, seed=2)
-    if used:
-        train(state, size, 1)
-    walker = walker_of(state, rank, world)
-    targets = rt.plan(walker, checkpoint)
-    assert not targets.mismatch, str(targets.mismatch)
-    assert not targets.extra_names, targets.extra_names
-    rt.fill(targets, checkpoint)
-    targets.install()
-    for parameter, held in state["optim"].state.items():
-        assert getattr(held["exp_avg"], "placements", None) == getattr(parameter, "placements", None)
-    found = full(walker_of(state, rank, world))
+def assert_same(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
     assert found.keys() == reference.keys()
     wrong = [name for name in reference if not torch.equal(found[name], reference[name])]
     assert not wrong, wrong
+
+
+def restore(
+    checkpoint: rt.Checkpoint, reference: dict[str, torch.Tensor], layout: str, size: int, rank: int, used: bool
+) -> None:
+    """Into a fresh process's state, or into one that has trained already."""
+    state = build(layout, size, seed=2)
+    if used:
+        train(state, size, 1)
+    restore_into(state, checkpoint, rank)
+    for parameter, held in state["optim"].state.items():
+        assert getattr(held["exp_avg"], "placements", None) == getattr(parameter, "placements", None)
+    assert_same(full(walker_of(state, rank)), reference)
     assert state["sched"].last_epoch == 3
     assert state["optim"].param_groups[0]["lr"] == 0.005
     train(state, size, 1)  # optimizer state has the placements that a step needs
@@ -193,10 +194,10 @@ class Holder:
         self.tensor = state["tensor"]
 
 
-def special(rank: int, world: int) -> None:
+def special(rank: int) -> None:
     """Tensors that no module makes: several boxes a rank, partial sums, parts of other sizes than torch would cut."""
-    mesh = init_device_mesh("cpu", (world,))
-    whole = torch.arange(8.0 * world).reshape(world, 8)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    whole = torch.arange(8.0 * WORLD).reshape(WORLD, 8)
 
     def table(fill: bool) -> dict[str, Any]:
         parts = [whole[rank : rank + 1, :3], whole[rank : rank + 1, 3:]]
@@ -205,44 +206,36 @@ def special(rank: int, world: int) -> None:
         meta = TensorMeta(whole.shape, (8, 1), whole.dtype)  # from_local takes no wrapper of two before torch 2.7
         return {"table": DTensor(local, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)}
 
-    ranks: list[Any] = [None] * world
-    dist.all_gather_object(ranks, rt.save_rank(walker_of(table(True), rank, world), rank, world))
-    checkpoint = rt.assemble_ranks(ranks)
-    assert len(checkpoint.manifest.boxes) == 2 * world + 1 + world  # two a rank; the shared values and each rank's
+    checkpoint = save_together(walker_of(table(True), rank), rank)
+    assert len(checkpoint.manifest.boxes) == 2 * WORLD + 1 + WORLD  # two a rank; the shared values and each rank's
     one = {"table": torch.zeros_like(whole)}
     rt.restore(one, checkpoint)
     assert torch.equal(one["table"], whole)
     again = table(False)
-    targets = rt.plan(walker_of(again, rank, world), checkpoint)
-    rt.fill(targets, checkpoint)
+    restore_into(again, checkpoint, rank)
     assert torch.equal(torch.cat(again["table"]._local_tensor.local_shards(), 1), whole[rank : rank + 1])
 
-    for fill in (True, False):  # an object's own sharded tensor comes back as one
-        held = Holder(distribute_tensor(whole if fill else torch.zeros_like(whole), mesh, [Shard(0)]))
-        if fill:
-            dist.all_gather_object(ranks, rt.save_rank(walker_of({"x": held}, rank, world), rank, world))
-    checkpoint = rt.assemble_ranks(ranks)
-    targets = rt.plan(walker_of({"x": held}, rank, world), checkpoint)
-    rt.fill(targets, checkpoint)
-    targets.install()
-    assert torch.equal(held.tensor._local_tensor, whole[rank : rank + 1])
+    # An object's own sharded tensor comes back as one.
+    saved, fresh = (Holder(distribute_tensor(each, mesh, [Shard(0)])) for each in (whole, torch.zeros_like(whole)))
+    restore_into({"x": fresh}, save_together(walker_of({"x": saved}, rank), rank), rank)
+    assert torch.equal(fresh.tensor._local_tensor, whole[rank : rank + 1])
 
-    column_major(mesh, rank, world)
+    column_major(mesh, rank)
 
     sums = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
     crooked = DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False, shape=(40,), stride=(1,))
     for tensor, message in ((sums, "x: a DTensor with a Partial placement"), (crooked, "declare such a part with")):
         with pytest.raises(UsageError, match=message):
-            walker_of({"x": tensor}, rank, world).walk()
+            walker_of({"x": tensor}, rank).walk()
 
 
-def column_major(mesh: DeviceMesh, rank: int, world: int) -> None:
+def column_major(mesh: DeviceMesh, rank: int) -> None:
     """State of an optimizer in memory column by column: sharded as its parameter is, and replicated."""
-    whole = torch.arange(8.0 * world).reshape(4, 2 * world).t()
+    whole = torch.arange(8.0 * WORLD).reshape(4, 2 * WORLD).t()
 
     def job(fill: bool) -> dict[str, Any]:
         model = nn.Module()
-        model.table = nn.Parameter(distribute_tensor(torch.zeros(2 * world, 4), mesh, [Shard(0)]))
+        model.table = nn.Parameter(distribute_tensor(torch.zeros(2 * WORLD, 4), mesh, [Shard(0)]))
         optim = torch.optim.SGD(model.parameters())
         if fill:
             local = whole[2 * rank : 2 * rank + 2].t().contiguous().t()
@@ -251,12 +244,7 @@ def column_major(mesh: DeviceMesh, rank: int, world: int) -> None:
         return {"model": model, "optim": optim}
 
     saved, fresh = job(True), job(False)
-    ranks: list[Any] = [None] * world
-    dist.all_gather_object(ranks, rt.save_rank(walker_of(saved, rank, world), rank, world))
-    checkpoint = rt.assemble_ranks(ranks)
-    targets = rt.plan(walker_of(fresh, rank, world), checkpoint)
-    rt.fill(targets, checkpoint)
-    targets.install()
+    restore_into(fresh, save_together(walker_of(saved, rank), rank), rank)
     ((_, before),), ((_, now),) = saved["optim"].state.items(), fresh["optim"].state.items()
     for key, tensor in before.items():
         assert now[key].placements == tensor.placements
@@ -270,30 +258,22 @@ COORDINATES |= {"tp": "tp={}", "hsdp": "dp_replicate={},dp_shard={}", "fsdp_tp":
 
 
 def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     try:
-        if world == 4:
-            special(rank, world)
-        for kind, size in SIZES.items():
-            saved = {}
-            if world == 4:
-                for layout in LAYOUTS[kind, 4]:
-                    saved[layout] = save(layout, kind, rank, world)
-                    at = divmod(rank, 2) if layout in ("hsdp", "fsdp_tp") else (rank,)
-                    assert saved[layout][0].manifest.coordinates[rank] == COORDINATES[layout].format(*at)
-                if rank == 0:
-                    (folder / f"{kind}.pickle").write_bytes(pickle.dumps(saved))
-            else:
-                saved = pickle.loads((folder / f"{kind}.pickle").read_bytes())
-            for i, source in enumerate(saved):
-                for j, layout in enumerate(LAYOUTS[kind, world]):
-                    if source != layout and (i + j) % 2 and world == 4:
-                        continue  # half of the pairs: each layout still goes into several, and several into each
-                    try:
-                        restore(saved[source], layout, size, rank, world, used=layout == source)
-                    except Exception as exc:
-                        raise AssertionError(f"{kind}: {source} of 4 ranks into {layout} of {world}") from exc
+        special(rank)
+        for size, layout in [(size, layout) for size, layouts in LAYOUTS.items() for layout in layouts]:
+            checkpoint, reference = save(layout, size, rank)
+            at = divmod(rank, 2) if layout in ("hsdp", "fsdp_tp") else (rank,)
+            assert checkpoint.manifest.coordinates[rank] == COORDINATES[layout].format(*at)
+            for target in (layout, "fsdp_tp"):
+                try:
+                    restore(checkpoint, reference, target, size, rank, used=layout == target)
+                except Exception as exc:
+                    raise AssertionError(f"{layout} of size {size} into {target}") from exc
+            alone = build("plain", size, seed=4)  # one process without any wrapper
+            rt.restore(alone, checkpoint)
+            assert_same(full(rt.walker_of(alone)), reference)
         dist.barrier()
     finally:
         dist.destroy_process_group()

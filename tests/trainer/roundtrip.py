@@ -125,7 +125,7 @@ def save(state: dict[str, Any], generators: bool = False) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A restore.Stored."""
+    """As restore.StoredValues reads it."""
 
     checkpoint: Checkpoint
 
@@ -137,7 +137,12 @@ class _Stored:
 
 
 def plan(walker: StateWalker, checkpoint: Checkpoint, strict: bool = True, step: int = 1) -> RestorePlan:
-    return restore_plan(walker, checkpoint.manifest, _Stored(checkpoint), strict, step)
+    return restore_plan(walker, checkpoint.manifest, _Stored(checkpoint), strict, step)  # type: ignore[arg-type]
+
+
+def named(targets: RestorePlan, kind: str) -> tuple[str, ...]:
+    """The names of which that kind of difference is noted: missing, reshaped or retyped."""
+    return tuple(sorted(name for noted, name in targets.requests.differences if noted == kind))
 
 
 def fill(targets: RestorePlan, checkpoint: Checkpoint) -> None:
@@ -156,7 +161,7 @@ def restore(
     walker = walker_of(state, generators)
     targets = plan(walker, checkpoint, strict, step)
     if strict:
-        assert not targets.mismatch, str(targets.mismatch)
+        assert (targets.difference_lines, targets.extra_names) == ([], ())
     fill(targets, checkpoint)
     targets.install()
     return targets
@@ -198,7 +203,7 @@ def planned(
 
 def restored(state: dict[str, Any], checkpoint: Checkpoint, mesh: dict[str, int], rank: int = 0) -> dict[str, Any]:
     targets = planned(state, checkpoint, mesh, rank)
-    assert not targets.mismatch, str(targets.mismatch)
+    assert not targets.difference_lines, targets.difference_lines
     fill(targets, checkpoint)
     targets.install()
     return state

@@ -109,8 +109,7 @@ class ReplicationManager:
                 each.node.name,
                 lend_bytes=each.lend_bytes,
                 domains=domains[each.node.name],
-                up_bytes_s=each.node.link_bytes_s or None,
-                down_bytes_s=each.node.link_bytes_s or None,
+                link_bytes_s=each.node.link_bytes_s,
                 has_state=False,
             )
             for each in lent
@@ -123,8 +122,7 @@ class ReplicationManager:
                     state_bytes=sizes[node.name],
                     lend_bytes=max(0, plans[node.name].replica_bytes_max(wanted) - scratch_bytes),
                     domains=domains[node.name],
-                    up_bytes_s=node.link_bytes_s or None,
-                    down_bytes_s=node.link_bytes_s or None,
+                    link_bytes_s=node.link_bytes_s,
                 )
                 for node in self._nodes
             ]

@@ -19,7 +19,6 @@ import queue
 import socket
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,8 @@ from ckpt.ipc.messages import Message
 from ckpt.threads import Flag, Outcome, Tasks
 from ckpt.trainer.link.link import Link
 from ckpt.trainer.restore import file_reads
-from ckpt.trainer.restore.file_reads import BATCH_BYTES, Deliver, FrameMemory
+from ckpt.trainer.restore.file_reads import BATCH_BYTES, Deliver
+from ckpt.trainer.restore.fill import Filler
 from ckpt.types import Identity, split_by_bytes
 
 log = logging.getLogger("ckpt")
@@ -49,10 +49,10 @@ def fetch(
     identity: Identity,
     frames: Collection[int],
     deliver: Deliver,
-    rooms: FrameMemory | None = None,
+    rooms: Filler | None = None,
 ) -> dict[str, int]:
-    """Fetches `frames`: calls `deliver` for each, on several threads at once, or fills its room. Returns the bytes by
-    level. Errors: DamagedData if no source has a frame; AgentError if the agent goes away."""
+    """Fetches `frames`: calls `deliver` for each, on several threads at once, or fills its `Filler.frame_memory`.
+    Returns the bytes by level. Errors: DamagedData if no source has a frame; AgentError if the agent goes away."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     link.fetch_inbox = inbox
     regions: dict[int, Arena] = {}
@@ -62,8 +62,8 @@ def fetch(
         job = tasks.submit(work, link, *args, into=jobs)
         job.add_done_callback(lambda done: inbox.put(done) if done.exception() is not None else None)
 
-    received, ended = _Received(), Flag()
-    streams: list[socket.socket] = []
+    ended = Flag()
+    streams: list[socket.socket] = []  # closed once they have ended
     try:
         blobs = [
             np.array(sorted(each), dtype="<u4").tobytes() for each in (frames, rooms.whole_frames if rooms else ())
@@ -73,7 +73,8 @@ def fetch(
             try:
                 message = inbox.get(timeout=SILENCE_S)
             except queue.Empty:
-                if received.has_progress():
+                # The agent does not report what comes by streams. A stream that moves no byte for STALL_S ends.
+                if any(sock.fileno() >= 0 for sock in streams):
                     continue
                 raise AgentError(f"the agent delivered nothing for {SILENCE_S:g} s while restoring") from None
             if message is None:
@@ -91,7 +92,7 @@ def fetch(
                 sock = socket.socket(fileno=message.fds.pop())
                 number, coming = int(message.fields["stream"]), list(message.fields["frames"])
                 streams.append(sock)
-                begin(_receive_stream, sock, number, coming, rooms, received)
+                begin(_receive_stream, sock, number, coming, rooms)
             elif message.kind == "frame-files":
                 begin(_read_files, FileList.decode(message), deliver, rooms, ended)
             elif message.kind != "progress":
@@ -118,22 +119,17 @@ def fetch(
         tasks.start("unmap", lambda: _close_regions(regions))
 
 
-@dataclass(slots=True)
-class _Received:
-    """What has come by streams, which the agent does not report. `received_bytes`: a lower bound, as two streams may
-    add at once."""
-
-    received_bytes: int = 0
-    seen_bytes: int = 0
-
-    def has_progress(self) -> bool:
-        news, self.seen_bytes = self.received_bytes != self.seen_bytes, self.received_bytes
-        return news
+def _close_regions(regions: dict[int, Arena]) -> None:
+    for arena in regions.values():
+        arena.close()
 
 
-def _receive_stream(
-    link: Link, sock: socket.socket, number: int, frames: list[int], rooms: FrameMemory, received: _Received
-) -> None:
+def _acknowledge(link: Link, good: list[int], bad: list[int], **fields: int) -> None:
+    """Tells the agent which frames are there, and which came damaged or not at all."""
+    link.connection.notify("frames-received", {"ok": good, "bad": bad, **fields})
+
+
+def _receive_stream(link: Link, sock: socket.socket, number: int, frames: list[int], rooms: Filler) -> None:
     """Receives these frames, in order, from a connection that carries only them. A damaged or missing one ends it."""
     good: list[int] = []
     pending = 0
@@ -146,7 +142,6 @@ def _receive_stream(
                     piece = room[first : first + PIECE_BYTES]
                     receiver.fill(piece)
                     hasher.update(piece)
-                    received.received_bytes += len(piece)
             except (OSError, EOFError) as exc:
                 log.info("a stream of %d frames ended at frame %d: %s", len(frames), frame, exc)
                 break
@@ -156,21 +151,13 @@ def _receive_stream(
             good.append(frame)
             pending += len(room)
             if pending >= BATCH_BYTES:
-                link.connection.notify("frames-received", {"ok": good, "bad": []})
+                _acknowledge(link, good, [])
                 good, pending = [], 0
-    link.connection.notify("frames-received", {"ok": good, "bad": [], "stream": number})
+    _acknowledge(link, good, [], stream=number)
 
 
-def _read_files(link: Link, listed: FileList, deliver: Deliver, rooms: FrameMemory | None, ended: Flag) -> None:
-    def got(good: list[int], bad: list[int]) -> None:
-        link.connection.notify("frames-received", {"ok": good, "bad": bad})
-
-    file_reads.read_frames(listed, deliver, rooms, got, ended)
-
-
-def _close_regions(regions: dict[int, Arena]) -> None:
-    for arena in regions.values():
-        arena.close()
+def _read_files(link: Link, listed: FileList, deliver: Deliver, rooms: Filler | None, ended: Flag) -> None:
+    file_reads.read_frames(listed, deliver, rooms, lambda good, bad: _acknowledge(link, good, bad), ended)
 
 
 def _copy_batch(link: Link, regions: dict[int, Arena], at: list[list[int]], deliver: Deliver) -> None:
@@ -179,4 +166,4 @@ def _copy_batch(link: Link, regions: dict[int, Arena], at: list[list[int]], deli
     for frame, region, offset, length in at:
         right = deliver(frame, regions[region].view[offset : offset + length])
         (good if right else bad).append(frame)
-    link.connection.notify("frames-received", {"ok": good, "bad": bad})
+    _acknowledge(link, good, bad)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from ckpt.ipc.file_list import FileList
 from ckpt.layout.layout import Array
 from ckpt.storage.files import open_file, read_into
 from ckpt.threads import Flag, Outcome, Tasks
+from ckpt.trainer.restore.fill import Filler
 
 log = logging.getLogger("ckpt")
 
@@ -33,27 +33,10 @@ THREADS_MAX = 8  # each thread has buffers of a few frames
 Deliver = Callable[[int, memoryview], bool]  # (frame number, its raw bytes) -> whether its hash was right
 
 
-class FrameMemory(Protocol):
-    """The memory of frames that are taken as one run."""
-
-    @property
-    def whole_frames(self) -> Collection[int]:
-        """The numbers of these frames."""
-        ...
-
-    def frame_memory(self, frame: int) -> memoryview:
-        """The memory to be filled with the frame's bytes."""
-        ...
-
-    def has_right_hash(self, frame: int, value: tuple[int, int]) -> bool:
-        """Whether `value` is the hash of the frame's bytes."""
-        ...
-
-
 def read_frames(
     files: FileList,
     deliver: Deliver,
-    rooms: FrameMemory | None,
+    rooms: Filler | None,
     got: Callable[[list[int], list[int]], None],
     ended: Flag,
 ) -> None:
@@ -76,20 +59,13 @@ def _batches(rows: Array) -> Iterator[Array]:
         yield from np.split(rows, np.flatnonzero(cuts) + 1)
 
 
-class _Buffers(threading.local):
-    """The buffers of one thread."""
+class _FileReads(threading.local):
+    """The reads of one file list; each thread has buffers of its own."""
 
-    def __init__(self) -> None:
-        self.scratch = codecs.CodecScratch()
-
-
-class _FileReads:
-    """The reads of one file list, shared by all threads."""
-
-    def __init__(self, files: FileList, deliver: Deliver, rooms: FrameMemory | None, ended: Flag) -> None:
+    def __init__(self, files: FileList, deliver: Deliver, rooms: Filler | None, ended: Flag) -> None:
         self._files, self._deliver, self._rooms, self._ended = files, deliver, rooms, ended
         self._whole_frames = rooms.whole_frames if rooms is not None else ()
-        self._buffers = _Buffers()
+        self._scratch = codecs.CodecScratch()
 
     def read_batch(self, rows: Array, got: Callable[[list[int], list[int]], None]) -> None:
         """Reads the frames of `rows`, all in one file. From the first wrong one on, all are reported as wrong."""
@@ -112,7 +88,7 @@ class _FileReads:
         frame, start, stored = int(row["frame"]), int(row["offset"]), int(row["stored"])
         if start + stored > size:
             raise DamagedData(f"{path} ends at byte {size}; frame {frame} ends at byte {start + stored}")
-        scratch, rooms = self._buffers.scratch, self._rooms if frame in self._whole_frames else None
+        scratch, rooms = self._scratch, self._rooms if frame in self._whole_frames else None
         raw = scratch.buffer("raw", int(row["length"])).data if rooms is None else rooms.frame_memory(frame)
         if row["codec"] == Codec.RAW:
             read_into(fd, start, raw, path)

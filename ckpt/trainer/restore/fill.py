@@ -32,9 +32,8 @@ _Buffer = tuple[torch.Tensor, _DeviceEvents]  # a buffer, and the events after w
 class Filler:
     """Puts frames into the tensors that want them. `tensors[i]`: the destination of `wants[i]`, on any device, with any
     strides; autograd does not notice. Frames may be given in any order, by several threads at once. Call
-    `check_overlaps` at the end. A frame of `whole` may instead be put into its `room` by the caller, who checks its
-    hash; see file_reads.FrameMemory. `has_written`: whether a tensor may have got bytes, right or wrong. Errors: those
-    of `plan_cuts`."""
+    `check_overlaps` at the end. A frame of `whole_frames` may instead be put into its `frame_memory` by the caller, who
+    checks its hash. `has_written`: whether a tensor may have got bytes, right or wrong. Errors: as plan_cuts()."""
 
     def __init__(self, manifest: Manifest, wants: Sequence[Want], tensors: Sequence[torch.Tensor]) -> None:
         self._wants, self._tensors = wants, tensors
@@ -88,13 +87,16 @@ class Filler:
 
     @property
     def whole_frames(self) -> Collection[int]:
+        """The frames that are taken as one run."""
         return self._runs_by_frame.keys()
 
     def frame_memory(self, frame: int) -> memoryview:
+        """The memory to be filled with the bytes of one of `whole_frames`."""
         self.has_written = True
         return self._runs_by_frame[frame].data
 
     def has_right_hash(self, frame: int, value: tuple[int, int]) -> bool:
+        """Whether `value` is the hash of the frame's bytes."""
         return value == (self._hash_high[frame], self._hash_low[frame])
 
     def check_overlaps(self) -> None:

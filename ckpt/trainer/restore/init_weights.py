@@ -39,9 +39,9 @@ LINES_MAX = 20
 class LoadedWeights:
     """The outcome of load_weights.
 
-    - `unfit`: by name, why a tensor was left as it was. `filled`: whether any tensor was filled.
-    - `cast`: conversions to another dtype, in words; "" for none.
-    - `firsts`: buffers that differed between the ranks that saved them. The first rank's were taken.
+    - `unfit_reasons`: by name, why a tensor was left as it was.
+    - `casts_text`: conversions to another dtype, in words; "" for none.
+    - `first_rank_buffers`: buffers that differed between the ranks that saved them. The first rank's were taken.
     - `versions`: by module, its format versions at the save.
     """
 

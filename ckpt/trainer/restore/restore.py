@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 import torch
@@ -23,9 +23,10 @@ from ckpt.trainer.link.options import UserOptions
 from ckpt.trainer.restore.fetch import fetch
 from ckpt.trainer.restore.fill import Filler
 from ckpt.trainer.restore.restore_plan import RestorePlan, plan_targets
-from ckpt.trainer.restore.tensor_requests import EXTRA_PREFIX, extra_lines
+from ckpt.trainer.restore.tensor_requests import extra_lines
 from ckpt.trainer.state.names import shorten_names
 from ckpt.trainer.state.saved_values import SharedValues, find_differing, merge_shared
+from ckpt.trainer.state.shard import storage_address, storage_addresses
 from ckpt.trainer.state.state_nodes import DataNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.state.state_walk import Scan, StateWalker
 from ckpt.types import Identity
@@ -38,25 +39,11 @@ def read_targets(
 ) -> tuple[RestorePlan, dict[str, int]]:
     """Fetches the value trees, and plans what the state wants of the checkpoint. Touches no tensor. Returns the plan,
     and the bytes by level that they came from. Errors: DamagedData, UsageError, AgentError."""
-    stored = _AgentSource(link, tasks, identity, manifest)
+    stored = StoredValues(link, tasks, identity, manifest)
     return make_plan(walker, manifest, stored, strict, identity.version.step), stored.bytes_by_level
 
 
-class CheckpointSource(Protocol):
-    """Reads a checkpoint before it is known which tensors are wanted."""
-
-    def read_values(self, name: str, owner: str) -> bytes | None:
-        """The value blob of that name and owner; None if there is none. Errors: DamagedData."""
-        ...
-
-    def read_frames(self, numbers: Collection[int]) -> Mapping[int, bytes]:
-        """The raw bytes of these frames. All ranks ask for the same. Errors: DamagedData."""
-        ...
-
-
-def make_plan(
-    walker: StateWalker, manifest: Manifest, stored: CheckpointSource, strict: bool, step: int
-) -> RestorePlan:
+def make_plan(walker: StateWalker, manifest: Manifest, stored: StoredValues, strict: bool, step: int) -> RestorePlan:
     """What the state wants of this checkpoint. Errors: DamagedData, UsageError.
 
     - On the mesh that saved it: this rank's own values. If they lack something (pipeline stages were split otherwise),
@@ -102,7 +89,7 @@ def _lacks_values(saved: SharedValues, scan: Scan, manifest: Manifest) -> bool:
     return any(name not in names for name in scan.tensors)
 
 
-def _read_shared(stored: CheckpointSource, coordinates: Iterable[str]) -> list[Any]:
+def _read_shared(stored: StoredValues, coordinates: Iterable[str]) -> list[Any]:
     """The values that all ranks had in common; if they differed, the different ones of these ranks, each once."""
     common = stored.read_values(VALUES, "")
     found = [common] if common is not None else [_read_required(stored, VALUES, owner) for owner in coordinates]
@@ -113,12 +100,12 @@ def _read_shared(stored: CheckpointSource, coordinates: Iterable[str]) -> list[A
     return trees
 
 
-def _read_own(stored: CheckpointSource, coordinate: str) -> Any:
+def _read_own(stored: StoredValues, coordinate: str) -> Any:
     blob = _read_required(stored, RANK_VALUES, coordinate)
     return values.decode(blob) if blob else {}
 
 
-def _read_required(stored: CheckpointSource, name: str, owner: str) -> bytes:
+def _read_required(stored: StoredValues, name: str, owner: str) -> bytes:
     blob = stored.read_values(name, owner)
     if blob is None:
         raise DamagedData(f"the checkpoint has no {name} of {owner}")
@@ -143,7 +130,7 @@ def check_match(
         "extra": list(targets.extra_names),
         "own": list(targets.own_extra_names),
         "subtrees": dict(targets.extra_subtrees),
-        "lines": list(targets.mismatch.lines),
+        "lines": targets.difference_lines,
         "beside": overwritten.find_unfilled(targets),
         "spoilt": overwritten.names,
         "firsts": list(targets.first_rank_paths),
@@ -154,7 +141,7 @@ def check_match(
         return sorted({name for each in every for name in each[key]})
 
     extra = sorted(set.intersection(*(set(each["extra"]) for each in every)))
-    lines = [line for line in any_of("lines") if not line.startswith(EXTRA_PREFIX)]
+    lines = any_of("lines")
     # A subtree is whole only if every rank lacks all of it: the longest prefix of all ranks counts.
     subtrees: dict[str, str] = {}
     for name, subtree in (item for each in every for item in each["subtrees"].items()):
@@ -241,9 +228,9 @@ class Overwritten:
             return
         targets, _ = self._candidate
         scan = self._walker.scan()
-        live = {_storage_key(local) for _, pieces in scan.tensors.values() for local in pieces.local_views}
+        live = storage_addresses(local for _, pieces in scan.tensors.values() for local in pieces.local_views)
         for want, tensor in zip(targets.wants, targets.tensors, strict=True):
-            if _storage_key(tensor) in live:
+            if storage_address(tensor) in live:
                 self._names_by_place.setdefault(_elements_key(tensor), want.name)
 
     def find_unfilled(self, targets: RestorePlan) -> list[str]:
@@ -252,8 +239,17 @@ class Overwritten:
         return sorted({name for place, name in self._names_by_place.items() if place not in filled})
 
 
-class _AgentSource:
-    """A CheckpointSource that reads through the agent. It fetches all value blobs, each one frame, at once."""
+_Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
+
+
+def _elements_key(tensor: torch.Tensor) -> _Place:
+    """The elements of memory that a tensor covers."""
+    return str(tensor.device), torch.Tensor.data_ptr(tensor), tuple(tensor.shape), tensor.stride()
+
+
+class StoredValues:
+    """Reads a checkpoint through the agent before it is known which tensors are wanted. It fetches all value blobs,
+    each one frame, at once."""
 
     def __init__(self, link: Link, tasks: Tasks, identity: Identity, manifest: Manifest) -> None:
         self._link, self._tasks, self._identity = link, tasks, identity
@@ -270,12 +266,14 @@ class _AgentSource:
         self._blob_by_frame = self.read_frames({frame for frame in self._frame_by_blob.values() if frame is not None})
 
     def read_values(self, name: str, owner: str) -> bytes | None:
+        """The value blob of that name and owner; None if there is none."""
         if (name, owner) not in self._frame_by_blob:
             return None
         frame = self._frame_by_blob[name, owner]
         return self._blob_by_frame[frame] if frame is not None else b""
 
     def read_frames(self, numbers: Collection[int]) -> Mapping[int, bytes]:
+        """The raw bytes of these frames. All ranks ask for the same. Errors: DamagedData."""
         found: dict[int, bytes] = {}
         lock = threading.Lock()
         hi, lo = self._hashes
@@ -292,16 +290,3 @@ class _AgentSource:
             for level, size in fetch(self._link, self._tasks, self._identity, numbers, deliver).items():
                 self.bytes_by_level[level] = self.bytes_by_level.get(level, 0) + size
         return found
-
-
-_Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]
-
-
-def _storage_key(tensor: torch.Tensor) -> tuple[str, int]:
-    """The device and address of a tensor's storage. No two living storages have the same."""
-    return str(tensor.device), torch.Tensor.untyped_storage(tensor).data_ptr()
-
-
-def _elements_key(tensor: torch.Tensor) -> _Place:
-    """The elements of memory that a tensor covers."""
-    return str(tensor.device), torch.Tensor.data_ptr(tensor), tuple(tensor.shape), tensor.stride()

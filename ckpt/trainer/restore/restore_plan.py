@@ -4,7 +4,7 @@ Guarantees:
 - Existing tensors are filled in place, whatever their strides, device or placement. Tensors that do not exist yet (the
   optimizer state of a fresh process) are made and filled, then installed by `install()`.
 - Nothing but tensor contents changes before `install()`. Nothing given to the user aliases a buffer it came from.
-- `mismatch` names every difference between state and checkpoint.
+- Every difference between state and checkpoint is named.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt.format.manifest import Manifest
-from ckpt.layout.reshard import Mismatch, Want
+from ckpt.layout.reshard import Want
 from ckpt.trainer.restore import overruled
 from ckpt.trainer.restore.optimizer_targets import OptimizerTargets
 from ckpt.trainer.restore.rank_targets import RankTargets
@@ -34,18 +34,18 @@ class RestorePlan:
     """What one rank restores from a checkpoint.
 
     - `wants[i]` is a box; `tensors[i]` is the local tensor to fill with it (see Filler).
-    - `mismatch`: the differences between state and checkpoint. With several ranks it leaves `extra` out.
-    - `extra`: names that only the checkpoint has, as this rank sees it. Ranks may hold different parts of the state
-      (pipeline stages), so only names that are extra on all ranks count.
+    - `difference_lines`: the differences between state and checkpoint, in words, but for extra names.
+    - `extra_names`: names that only the checkpoint has, as this rank sees it. Ranks may hold different parts of the
+      state (pipeline stages), so only names that are extra on all ranks count.
     - `own_extra_names`: extra names that only this rank could restore.
     - `extra_subtrees`: by name of an extra tensor, the widest subtree with the tensor that this rank's state lacks.
-    - `dropped`: saved generators of the process that this process lacks (CUDA's, before CUDA is used).
-    - `firsts`: paths whose values differed between the ranks that saved; the first rank's are taken.
-    - `overruled`: hyper-parameters to which the script gave other values, in words; complete after `install`.
+    - `dropped_generators`: saved generators of the process that this process lacks (CUDA's, before CUDA is used).
+    - `first_rank_paths`: paths whose values differed between the ranks that saved; the first rank's are taken.
+    - `overruled_lines`: hyper-parameters to which the script gave other values, in words; complete after `install`.
     """
 
     requests: TensorRequests
-    mismatch: Mismatch
+    difference_lines: list[str]
     extra_names: tuple[str, ...]
     own_extra_names: tuple[str, ...]
     extra_subtrees: Mapping[str, str]
@@ -89,10 +89,10 @@ def plan_targets(
     - `own`: what this coordinate saved, if the checkpoint is of the same mesh (Coordinate.is_on); else None.
     - `others`: what every rank saved, if `own` is None.
     - `strict` matters only for a loader that cannot be resharded. Strict: UsageError. Otherwise its data starts anew,
-      and `mismatch` says so.
+      and a difference says so.
     - `alike`: for another mesh, by name, the owner to take a tensor from that ranks saved as their own. The tensor is
-      the same on all ranks (replica_match.alike), or a buffer.
-    - `differing`: paths for which `shared` has one of several values (saved_values.differing).
+      the same on all ranks (match_replicas), or a buffer.
+    - `differing`: paths for which `shared` has one of several values (find_differing).
     """
     scan, saved = walker.scan(), SharedValues.parse(shared)
     coordinate = None if own is None else walker.coordinate.text
@@ -116,12 +116,11 @@ def plan_targets(
         elif isinstance(node, GeneratorNode):
             ranks.plan_generator(node)
     streams = ranks.plan_streams(scan.nodes, step)
-    extra = plan.find_extra_names()
     kept = {name for rank in ranks.ranks for name in rank.generators if walker.has_process_generators}
     return RestorePlan(
         wants,
-        wants.make_mismatch(extra if walker.coordinate.world == 1 else ()),
-        extra,
+        wants.difference_lines(),
+        plan.find_extra_names(),
         tuple(wants.unused_own_names()),
         wants.extra_subtrees([*scan.tensors, *scan.aliases, *(f"{node.path}." for node in scan.nodes)]),
         tuple(sorted(name for name in kept - streams if not name.startswith("state:"))),

@@ -11,15 +11,13 @@ import torch
 from ckpt.errors import DamagedData, UsageError
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.layout.assemble import part_owner
-from ckpt.layout.reshard import Mismatch, Want
+from ckpt.layout.reshard import Want
 from ckpt.trainer.state import composites, value_trees
 from ckpt.trainer.state.names import prefixes, shorten_names
 from ckpt.trainer.state.optimizers import state_path
 from ckpt.trainer.state.saved_values import SharedValues, Tree
 from ckpt.trainer.state.shard import DTYPES, Cutter, Pieces, Shard, allow_in_place, is_dtensor
 from ckpt.types import Box, format_count
-
-EXTRA_PREFIX = "only in the checkpoint: "  # the prefix of a difference that is an extra name
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,8 @@ class TensorRequests:
     """Collects the wants of one rank, and the differences between state and checkpoint.
 
     - `coordinate`: this rank's; None for a checkpoint of another mesh, where an equal coordinate is another rank's.
-    - `alike`: for another mesh, by name, the owner to take a tensor from.
-    - `live_aliases`: other names of the state's tensors (name -> first name); `also`: the reverse.
+    - `owner_by_name`: for another mesh, by name, the owner to take a tensor from.
+    - `live_aliases`: other names of the state's tensors (name -> first name); `aliases_by_first`: the reverse.
     - `saved`: the values of the checkpoint.
     """
 
@@ -71,9 +69,8 @@ class TensorRequests:
     # The nouns of names that the checkpoint has for no rank; see `note_missing`.
     absent_nouns: dict[str, str] = field(default_factory=dict)
     used_names: set[str] = field(default_factory=set)
-    overruled_lines: list[str] = field(
-        default_factory=list
-    )  # hyper-parameters of the script that were replaced, in words
+    # Hyper-parameters of the script that were replaced, in words.
+    overruled_lines: list[str] = field(default_factory=list)
     cutter: Cutter = field(default_factory=Cutter)
 
     @staticmethod
@@ -93,7 +90,8 @@ class TensorRequests:
     # ------------------------------------------------------------------------------------------------- differences
 
     def note_difference(self, kind: str, name: str, line: str) -> None:
-        """Notes a difference; only the first one of each kind and name counts. `line`: the difference in words."""
+        """Notes a difference; only the first one of each kind (missing, reshaped or retyped) and name counts. `line`:
+        the difference in words."""
         self.differences.setdefault((kind, name), line)
 
     def note_missing(self, name: str, noun: str = "") -> None:
@@ -153,19 +151,14 @@ class TensorRequests:
         held = {prefix for name in (*live_names, *self.used_names) for prefix in prefixes(name)} if unused else set()
         return {name: _find_subtree(name, held) for name in unused}
 
-    def make_mismatch(self, extra: Sequence[str]) -> Mismatch:
-        for name in extra:
-            self.note_difference("extra", name, f"{EXTRA_PREFIX}{name}")
-        kinds: dict[str, list[str]] = {"missing": [], "extra": [], "reshaped": [], "retyped": []}
-        for kind, name in sorted(self.differences):
-            kinds[kind].append(name)
-        missing, extra_names, reshaped, retyped = (tuple(found) for found in kinds.values())
+    def difference_lines(self) -> list[str]:
+        """The noted differences in words, sorted by kind and name: one line for all absent names of a subtree."""
         groups = self._absent_groups()
         grouped = {("missing", name) for group in groups.values() for name in group}
         lines = {key: line for key, line in self.differences.items() if key not in grouped}
         for (prefix, noun), group in groups.items():
             lines["missing", prefix] = f"{prefix}.*: {format_count(len(group), noun)}, not in the checkpoint"
-        return Mismatch(missing, extra_names, reshaped, retyped, tuple(line for _, line in sorted(lines.items())))
+        return [line for _, line in sorted(lines.items())]
 
     def _absent_groups(self) -> dict[tuple[str, str], list[str]]:
         """The absent names by (prefix, noun): the shortest prefix below which the checkpoint has nothing. Single names
@@ -303,7 +296,7 @@ def extra_lines(names: Iterable[str], subtrees: Mapping[str, str], owner: str = 
     for subtree, group in sorted(groups.items()):
         tensors = sum(name in subtrees for name in group)
         whole = f"{subtree}.*, {format_count(tensors, 'tensor')}"
-        lines.append(f"{EXTRA_PREFIX}{whole if len(group) > 1 else group[0]}{owner}")
+        lines.append(f"only in the checkpoint: {whole if len(group) > 1 else group[0]}{owner}")
     return lines
 
 

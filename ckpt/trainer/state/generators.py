@@ -88,10 +88,7 @@ def _python(source: Any) -> RandomStream:
         version, words, *rest = state
         source.setstate((version, tuple(map(int, words)), *rest))
 
-    if source is random or type(source).getstate is random.Random.getstate:
-        return RandomStream(read, write, source.seed)
-    # The state of a subclass may have another form.
-    return RandomStream(lambda: {"state": source.getstate()}, source.setstate, source.seed)
+    return RandomStream(read, write, source.seed)
 
 
 def _numpy_legacy(source: Any) -> RandomStream:

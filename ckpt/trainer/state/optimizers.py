@@ -81,9 +81,8 @@ class Owners:
 class OptimizerView:
     """An optimizer as it was read.
 
-    - `params`: by group; `param_names`: their names.
     - `skeletons`: the distinct structures of per-parameter state, each {"value": the tree without its tensors,
-      "tensors": their paths}. `state`: for each parameter, in order, the index of its skeleton; -1 for none.
+      "tensors": their paths}. `skeleton_indices`: for each parameter, in order, the index of its skeleton; -1 for none.
     - `plain_states`: the state dicts that hold only tensors.
     - `rest`: the payload of the other entries of its state_dict(). `keyed`: the payload of its state under texts.
     - `is_mixed`: whether it has other state dicts, or a state_dict() of its own. Both may change at each step.

@@ -46,9 +46,9 @@ class Skeleton:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """A stored optimizer. By parameter name, `state`: the structure of its state, None if it had none; and `home`: the
-    index of its group. `rest`: what its load_state_dict() gets beside state and groups, by key. `keyed`: its state
-    under texts."""
+    """A stored optimizer. By parameter name, `state`: the structure of its state, None if it had none; and
+    `group_indices`: the index of its group. `rest`: what its load_state_dict() gets beside state and groups, by key.
+    `keyed`: its state under texts."""
 
     groups: tuple[SavedParamGroup, ...]
     state: Mapping[str, Skeleton | None]

@@ -58,9 +58,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """One tensor as this rank holds it. `locals[i]`: a detached view of the live memory of `boxes[i]`, maybe not
-    contiguous. `live_tensors`: the views are current while the addresses and strides of these tensors stay. `replica`:
-    whether other ranks may hold the same boxes."""
+    """One tensor as this rank holds it. `local_views[i]`: a detached view of the live memory of `boxes[i]`, maybe not
+    contiguous. `live_tensors`: the views are current while the addresses and strides of these tensors stay.
+    `may_have_replicas`: whether other ranks may hold the same boxes."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -15,12 +15,13 @@ from ckpt.threads import Tasks
 from ckpt.trainer.state.shard import dense_bytes, live_parts, plain_view
 from ckpt.trainer.state.state_nodes import NamedTensor
 
+THREADS = 2
 HASH_BLOCK_BYTES = 8 << 20
 BASE_BYTES = 1 << 20  # of a frozen parameter, for the hash by which another base model is noticed
 
 
 def hash_replicas(
-    tensors: Sequence[Sequence[torch.Tensor]], may_have_replicas: Sequence[bool], threads: int = 2
+    tensors: Sequence[Sequence[torch.Tensor]], may_have_replicas: Sequence[bool]
 ) -> npt.NDArray[np.uint64]:
     """The xxh3-128 of every box of a walk that other ranks may hold too, in the order of (entry, box): uint64, shape
     (boxes, 2), as (high, low). The rows of other boxes are 0. Boxes are read in blocks; no whole tensor is copied."""
@@ -35,8 +36,8 @@ def hash_replicas(
             hashes[row] = value >> 64, value & 0xFFFFFFFFFFFFFFFF
 
     jobs.sort(key=lambda job: -job[1].nbytes)
-    with Tasks("hash", pool_size=threads) as tasks:
-        for done in [tasks.submit(run, jobs[first::threads]) for first in range(threads)]:
+    with Tasks("hash", pool_size=THREADS) as tasks:
+        for done in [tasks.submit(run, jobs[first::THREADS]) for first in range(THREADS)]:
             done.result()
     return hashes
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import tests.trainer.roundtrip as rt
-from ckpt.errors import StateMismatch
-from ckpt.events import Events
-from ckpt.trainer.restore.restore import Overwritten, check_match
 from ckpt.trainer.state.state_walk import StateWalker
-from tests.trainer.restore.test_overwritten import OLDER, Threads, asked
+from tests.trainer.restore.test_overwritten import refused
 
 
 def model_of(*parts: str) -> dict[str, Any]:
@@ -28,21 +22,7 @@ def model_of(*parts: str) -> dict[str, Any]:
 
 def mismatch(walkers: list[StateWalker], saved: rt.Checkpoint) -> str:
     """The differences that all ranks of these walkers name for a checkpoint."""
-    world = len(walkers)
-    said, barrier = [b""] * world, threading.Barrier(world)
-
-    def enter(rank: int) -> str:
-        targets = rt.plan(walkers[rank], saved)
-        with pytest.raises(StateMismatch) as found:
-            check_match(
-                Threads(rank, said, barrier, world), targets, asked(True), Events(), OLDER, Overwritten(walkers[rank])
-            )
-        return str(found.value)
-
-    with ThreadPoolExecutor(world) as ranks:
-        first, *others = ranks.map(enter, range(world))
-    assert all(other == first for other in others)
-    return first.partition(": ")[2].partition(". Nothing")[0]
+    return refused(walkers, saved).partition(": ")[2].partition(". Nothing")[0]
 
 
 def test_a_module_that_only_the_checkpoint_has_takes_one_line() -> None:
@@ -52,12 +32,9 @@ def test_a_module_that_only_the_checkpoint_has_takes_one_line() -> None:
     )
 
 
-def test_an_object_and_its_tensors_take_one_line() -> None:
+def test_an_object_and_its_tensors_take_one_line_and_a_lone_tensor_is_named_in_full() -> None:
     saved = rt.save({"a": torch.zeros(2), "ema": nn.Linear(2, 2)})
     assert mismatch([rt.walker_of({"a": torch.zeros(2)})], saved) == "only in the checkpoint: ema.*, 2 tensors"
-
-
-def test_a_lone_tensor_is_named_in_full() -> None:
     saved = rt.save({"m": nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})})
     live = {"m": nn.ModuleDict({"a": nn.Linear(2, 2, bias=False)})}
     assert mismatch([rt.walker_of(live)], saved) == "only in the checkpoint: m.b.weight"

@@ -15,7 +15,6 @@ import tests.trainer.roundtrip as rt
 from ckpt import storage
 from ckpt.format.manifest import Record
 from ckpt.ipc.file_list import ROW, FileList
-from ckpt.ipc.messages import Message
 from ckpt.store.commit import Committer
 from ckpt.threads import Flag
 from ckpt.trainer.restore import file_reads
@@ -124,9 +123,3 @@ def test_nothing_more_is_read_once_nobody_wants_it(tmp_path: Path) -> None:
     )
     assert said == []
     rt.assert_same_state(folder.target, state(2))
-
-
-def test_a_list_of_files_is_the_same_at_its_other_end(tmp_path: Path) -> None:
-    listed = Folder(tmp_path, "raw").listed
-    found = FileList.decode(Message({"t": "frame-files"}, [], listed.encode()))
-    assert (found.folder, found.names, found.rows.tolist()) == (listed.folder, listed.names, listed.rows.tolist())

@@ -29,34 +29,22 @@ def filled(checkpoint: rt.Checkpoint, box: Box, tensor: torch.Tensor) -> int:
     """Fills it; how many frames went there in one run."""
     filler = Filler(checkpoint.manifest, [Want("table", "", "float32", (ROWS, COLUMNS), box)], [tensor])
     assert all(filler(frame, memoryview(bytearray(checkpoint.frame(frame)))) for frame in filler.frames)
-    return len(filler._runs_by_frame)
+    return len(filler.whole_frames)
 
 
-def test_a_frame_that_is_one_run_of_a_tensor_is_copied_at_once(checkpoint: rt.Checkpoint, table: torch.Tensor) -> None:
-    target = torch.zeros(ROWS, COLUMNS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_frames_of_one_run_are_copied_at_once_and_other_layouts_get_equal_bytes(
+    checkpoint: rt.Checkpoint, table: torch.Tensor, inference: bool
+) -> None:
+    with torch.inference_mode(inference):
+        target, across = torch.zeros(ROWS, COLUMNS), torch.zeros(COLUMNS, ROWS).t()
+        part, narrow = torch.zeros(28, COLUMNS), torch.zeros(ROWS, 10)
     assert filled(checkpoint, Box.whole((ROWS, COLUMNS)), target) == 4
     assert torch.equal(target, table)
-
-
-def test_what_was_made_for_inference_only_is_filled_where_it_lies(
-    checkpoint: rt.Checkpoint, table: torch.Tensor
-) -> None:
-    with torch.inference_mode():
-        whole, across = torch.zeros(ROWS, COLUMNS), torch.zeros(COLUMNS, ROWS).t()
-    assert filled(checkpoint, Box.whole((ROWS, COLUMNS)), whole) == 4
-    assert filled(checkpoint, Box.whole((ROWS, COLUMNS)), across) == 0
-    assert torch.equal(whole, table)
-    assert torch.equal(across, table)
-
-
-def test_other_layouts_of_the_memory_get_equal_bytes(checkpoint: rt.Checkpoint, table: torch.Tensor) -> None:
-    across = torch.zeros(COLUMNS, ROWS).t()
     assert filled(checkpoint, Box.whole((ROWS, COLUMNS)), across) == 0
     assert torch.equal(across, table)
-    part = torch.zeros(28, COLUMNS)
     assert filled(checkpoint, Box((12, 0), (28, COLUMNS)), part) == 2
     assert torch.equal(part, table[12:])
-    narrow = torch.zeros(ROWS, 10)
     assert filled(checkpoint, Box((0, 7), (ROWS, 10)), narrow) == 0
     assert torch.equal(narrow, table[:, 7:17])
 
@@ -105,34 +93,14 @@ def test_frames_for_devices_go_by_way_of_a_few_rooms_and_damaged_ones_go_nowhere
     assert len(rooms - {0}) <= 3  # two, one of which has grown
 
 
-def test_a_room_is_free_again_where_filling_from_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "BUFFERS_MAX", 1)
-    lift = fill.Lift(())
+class Huge(bytes):
+    """There is no memory for it."""
 
-    def fail(data: torch.Tensor) -> None:
-        raise ValueError("no")
-
-    for _ in range(3):
-        with pytest.raises(ValueError, match="no"):
-            lift(memoryview(b"abc"), frame_hash(b"abc"), fail)
-    assert lift(memoryview(b"abc"), frame_hash(b"abc"), lambda data: None)
+    def __len__(self) -> int:
+        return 1 << 60
 
 
-def test_frames_that_there_is_no_memory_for_take_no_room_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "BUFFERS_MAX", 1)
-    lift = fill.Lift(())
-
-    class Huge(bytes):
-        def __len__(self) -> int:
-            return 1 << 60
-
-    for _ in range(2):
-        with pytest.raises(RuntimeError):
-            lift(Huge(), (0, 0), lambda data: None)  # type: ignore[arg-type]
-    assert lift(memoryview(b"abc"), frame_hash(b"abc"), lambda data: None)
-
-
-def test_a_room_is_read_to_the_end_also_where_filling_from_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_room_is_free_again_and_read_to_the_end_where_filling_from_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "BUFFERS_MAX", 1)
     waited: list[object] = []
 
@@ -147,7 +115,10 @@ def test_a_room_is_read_to_the_end_also_where_filling_from_it_failed(monkeypatch
         raise ValueError("no")
 
     lift = Marking(())
-    with pytest.raises(ValueError, match="no"):
-        lift(memoryview(b"abc"), frame_hash(b"abc"), fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            lift(Huge(), (0, 0), lambda data: None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no"):
+            lift(memoryview(b"abc"), frame_hash(b"abc"), fail)
     assert lift(memoryview(b"abc"), frame_hash(b"abc"), lambda data: None)
-    assert waited == ["what was enqueued"]
+    assert waited == ["what was enqueued"] * 2

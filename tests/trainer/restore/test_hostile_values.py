@@ -111,7 +111,7 @@ def attempt(checkpoint: rt.Checkpoint, strict: bool) -> str:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         targets = rt.plan(walker, checkpoint, strict)
-        if targets.mismatch and strict:
+        if (targets.difference_lines or targets.extra_names) and strict:
             return "mismatch"
         rt.fill(targets, checkpoint)
         targets.install()

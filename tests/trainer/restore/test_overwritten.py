@@ -33,12 +33,33 @@ class Threads:
     rank: int
     said: list[bytes]
     all_said: threading.Barrier
-    world: int = WORLD
 
     def gather(self, data: bytes) -> list[bytes]:
         self.said[self.rank] = data
         self.all_said.wait(30)
         return list(self.said)
+
+
+def refused(
+    walkers: list[StateWalker], saved: rt.Checkpoint, strict: bool = True, left: list[Overwritten] | None = None
+) -> str:
+    """The error that all ranks of these walkers get for a checkpoint. `left`: by rank."""
+    world = len(walkers)
+    said, barrier = [b""] * world, threading.Barrier(world)
+    options = make_options(Every(steps=1), Keep(), Limits(), "auto", Replicas(1))
+    asked = UserOptions("/run", {}, options, None, None, None, True, strict, True, False)
+
+    def enter(rank: int) -> str:
+        targets = rt.plan(walkers[rank], saved, strict=False)
+        overwritten = Overwritten(walkers[rank]) if left is None else left[rank]
+        with pytest.raises(StateMismatch) as found:
+            check_match(Threads(rank, said, barrier), targets, asked, Events(), OLDER, overwritten)  # type: ignore[arg-type]
+        return str(found.value)
+
+    with ThreadPoolExecutor(world) as ranks:
+        first, *others = ranks.map(enter, range(world))
+    assert all(other == first for other in others)
+    return first
 
 
 def state(names: str, value: float) -> dict[str, Any]:
@@ -60,49 +81,23 @@ def after_failing(live: dict[str, Any], *tried: rt.Checkpoint, frames: int = 1) 
     return overwritten
 
 
-def asked(strict: bool) -> UserOptions:
-    options = make_options(Every(steps=1), Keep(), Limits(), "auto", Replicas(1))
-    return UserOptions("/run", {}, options, None, None, None, True, strict, True, False)
-
-
 @pytest.mark.parametrize("strict", [True, False])
 def test_what_was_overwritten_on_one_rank_is_an_error_on_all(strict: bool) -> None:
     newer, older = rt.save(state("az", 3.0)), rt.save(state("z", 2.0))
     lives = [state("az", 0.0) for _ in range(WORLD)]
     left = [after_failing(lives[0], newer, frames=0), after_failing(lives[1], newer)]
-    said, barrier = [b""] * WORLD, threading.Barrier(WORLD)
-
-    def enter(rank: int) -> str:
-        targets = rt.plan(rt.walker_of(lives[rank]), older, strict=False)
-        with pytest.raises(StateMismatch) as found:
-            check_match(Threads(rank, said, barrier), targets, asked(strict), Events(), OLDER, left[rank])
-        return str(found.value)
-
-    with ThreadPoolExecutor(WORLD) as ranks:
-        first, second = ranks.map(enter, range(WORLD))
-    assert first == second
-    assert "A newer checkpoint was tried before and is damaged: a now" in first
-    assert "Nothing was changed" not in first
+    said = refused([rt.walker_of(live) for live in lives], older, strict, left)
+    assert "A newer checkpoint was tried before and is damaged: a now" in said
+    assert "Nothing was changed" not in said
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_what_one_rank_saved_as_its_own_and_has_no_place_for_is_named_whatever_the_others_hold(lost: int) -> None:
     mesh = {"rank": WORLD}
     saved = rt.save_on(mesh, [{"m": nn.ParameterDict({"t": torch.full((3,), float(rank))})} for rank in range(WORLD)])
-    said, barrier = [b""] * WORLD, threading.Barrier(WORLD)
-
-    def enter(rank: int) -> str:
-        held = nn.ParameterDict({} if rank == lost else {"t": torch.zeros(3)})
-        walker = StateWalker({"m": held}, rt.on(mesh, rank), False)
-        group, targets = Threads(rank, said, barrier), rt.plan(walker, saved)
-        with pytest.raises(StateMismatch) as found:
-            check_match(group, targets, asked(True), Events(), OLDER, Overwritten(walker))
-        return str(found.value)
-
-    with ThreadPoolExecutor(WORLD) as ranks:
-        first, second = ranks.map(enter, range(WORLD))
-    assert first == second
-    assert f"only in the checkpoint: m.t of rank {lost}. " in first
+    held = [nn.ParameterDict({} if rank == lost else {"t": torch.zeros(3)}) for rank in range(WORLD)]
+    walkers = [StateWalker({"m": each}, rt.on(mesh, rank), False) for rank, each in enumerate(held)]
+    assert f"only in the checkpoint: m.t of rank {lost}. " in refused(walkers, saved)
 
 
 def test_what_several_candidates_have_left_adds_up() -> None:
@@ -113,25 +108,13 @@ def test_what_several_candidates_have_left_adds_up() -> None:
     assert left.find_unfilled(rt.plan(rt.walker_of(live), rt.save(state("abz", 2.0)), strict=False)) == []
 
 
-def test_tensors_that_were_made_for_a_candidate_do_not_count() -> None:
-    """The state of an optimizer that has not stepped yet: nobody else holds it."""
+def test_state_of_an_optimizer_counts_unless_it_was_made_for_the_candidate() -> None:
+    """Nobody else holds the state that an optimizer gets before it has stepped."""
     model = torch.nn.Linear(60, 60)
-    optim = torch.optim.Adam(model.parameters())
+    stepped = {"model": model, "optim": torch.optim.Adam(model.parameters())}
     model(torch.ones(1, 60)).sum().backward()
-    optim.step()
-    newer = rt.save({"model": model, "optim": optim})
-    fresh = torch.nn.Linear(60, 60)
-    live = {"model": fresh, "optim": torch.optim.Adam(fresh.parameters())}
-    left = after_failing(live, newer)
-    assert left.names == ["model.bias", "model.weight"]
-
-
-def test_state_of_an_optimizer_that_has_stepped_counts() -> None:
-    model = torch.nn.Linear(60, 60)
-    optim = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 60)).sum().backward()
-    optim.step()
-    live = {"model": model, "optim": optim}
-    newer = rt.save(live)
-    left = after_failing(live, newer)
-    assert "optim.state.weight.exp_avg" in left.names
+    stepped["optim"].step()
+    newer, model = rt.save(stepped), torch.nn.Linear(60, 60)
+    fresh = {"model": model, "optim": torch.optim.Adam(model.parameters())}
+    assert after_failing(fresh, newer).names == ["model.bias", "model.weight"]
+    assert "optim.state.weight.exp_avg" in after_failing(stepped, newer).names
