@@ -10,7 +10,9 @@ from ckpt.agent.preemption.exit_report import OUTCOME_S
 from ckpt.agent.preemption.exit_vote import AWAY_S, END_S
 from ckpt.agent.preemption.notice_relay import OUTLIVES_S, ExitTiming, StandingNotice
 from ckpt.agent.preemption.preemption import NOTICES_MAX
+from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.state import actions as do
+from ckpt.agent.state.rank_presence import REJOIN_S
 from ckpt.agent.state.slots import SaveReason
 from ckpt.ipc.control_page import MID_STEP, SUB_MAX, ControlWord, RankPlace, WordKind
 from ckpt.ipc.notice_sources import FORMER_NOTICE, SIGNAL_SOURCE
@@ -391,6 +393,23 @@ def test_one_that_moves_away_again_is_left_by_later() -> None:
     driver.warn(DAY_S)
     assert driver.hold(word) == {0: False, 1: False}
     assert not driver.group.preemption.is_time_to_leave
+
+
+def test_where_a_rank_does_not_come_back_to_the_next_agent_those_that_hold_leave() -> None:
+    """In a job of several nodes; that agent does not know the round at which they hold."""
+    driver = Warned(3)
+    driver.group = Scheduler(3, driver.group.clock.policy, 500)
+    driver.group.facts.is_single_node = False
+    driver.group.appointments.record_agent_restart(driver.now_s)
+    driver.group.record_join(1)
+    driver.group.exit_vote.record_hold(1, 7, ("rank-holds", 1))
+    driver.decide()
+    driver.now_s += REJOIN_S - 1
+    driver.decide()
+    assert not driver.answers("rank-holds")
+    driver.now_s = driver.wake_s
+    driver.decide()
+    assert driver.answers("rank-holds")[1]["leave"]
 
 
 def leaving_in_20_s() -> tuple[Warned, Any]:
