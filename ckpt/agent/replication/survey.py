@@ -38,7 +38,7 @@ NO_LEASE: Mapping[str, Any] = {"lease": False}  # a survey that has nothing stay
 class SafeCheckpoint:
     """The survey's result. `newest`: the newest replicated checkpoint; None: none is known. `whole`: the newest whose
     replicas survive as many losses as asked for; None: none does. `survived_losses`: by rank of `newest`, how many
-    losses it survives, counted up to the number asked for; -1: the rank is lost."""
+    losses it survives, counted up to the number asked for; -1 for all: one is lost."""
 
     newest: Identity | None
     fully_replicated: Identity | None
@@ -68,13 +68,15 @@ def _survives(every: Inventory, identity: Identity, losses: Sequence[int]) -> bo
 
 
 def _survived_losses(every: Inventory, identity: Identity, losses: Sequence[int]) -> list[int]:
-    """By rank, how many losses it survives, counted up to `losses`; -1: it is lost."""
+    """By rank, how many losses it survives, counted up to `losses`; -1 for all if one is lost: nothing can be restored
+    from the others."""
     by_parity = functools.cache(lambda count: every.parity_protected_ranks(identity, count))
     held = [len(every.holders.get((identity, rank), ())) for rank in range(len(losses))]
-    return [
+    found = [
         next((count for count in range(most, -1, -1) if held[rank] > count or rank in by_parity(count)), -1)
         for rank, most in enumerate(losses)
     ]
+    return [-1] * len(found) if -1 in found else found
 
 
 async def find_replicated(

@@ -74,8 +74,8 @@ def keeps(safe: int | None, **ranks: list[int]) -> Inventory:
             3,
             None,
         ),  # not of 0
-        ([keeps(None, _5=[0]), keeps(3, _3=[0, 1], _5=[1]), keeps(3, _3=[1], _5=[2])], 3, None),
-        ([keeps(None, _5=[0]), keeps(3, _3=[0], _5=[1]), keeps(3, _3=[1], _5=[2])], 5, None),  # of 3 a part is lost
+        # Of 3 a part is lost, so that nothing of it can be restored, however many nodes have the others.
+        ([keeps(None, _5=[0]), keeps(3, _3=[0, 1], _5=[1]), keeps(3, _3=[1], _5=[2])], 5, None),
         ([keeps(None, _5=[0]), keeps(3, _3=[0], _5=[1]), keeps(3, _3=[1])], 3, None),  # of both
         # Nothing was ever said to be safe, but a node has more of 5 than of 7.
         ([keeps(None, _5=[0], _7=[0]), keeps(None, _5=[0, 1], _7=[1]), keeps(None, _5=[2], _7=[2])], 5, None),
@@ -340,6 +340,15 @@ def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not
     carried.replicate()
     carried.finding.pop()(safe)
     assert carried.kept == [Kept("", 1), Kept("b", 0), Kept("c", 0)]
+
+
+def test_what_lacks_a_part_survives_nothing_and_gives_way_to_a_newer_one_that_is_whole() -> None:
+    """Its primary copy was in a slot that an agent needed after a restart; then the holder of a part was lost."""
+    left = {"a": keeps(3, _3=[0], _5=[0]), "b": keeps(3, _3=[0], _5=[1]), "c": keeps(3, _5=[2])}
+    assert newest_replicated(left, (1, 1, 1)) == SafeCheckpoint(at(5), None)
+    del left["c"]
+    safe = newest_replicated(left, (1, 1, 1))
+    assert (safe.newest, list(safe.survived_losses)) == (at(3), [-1, -1, -1])
 
 
 def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_told_that_it_is_safe() -> None:
