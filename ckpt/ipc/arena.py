@@ -1,7 +1,8 @@
 """An arena: one memfd that holds one rank's packed shards, with a first page that describes its content.
 
     0        header page: the trainer's half [0, 2048), written last, zeroed when a fill begins;
-             the agent's half [2048, 4096): where the frame hashes are, written once they are known
+             the agent's half [2048, 4096): where the frame hashes are, written once they are known, and whether the
+             snapshot is replicated
     4096     data region; Staging offsets are relative to it
     then     declaration | shared values | own values | about | frame hashes, each 64-aligned, as the header says
 
@@ -40,6 +41,8 @@ _MAGIC = b"CKPTARN1"
 STEP_MAX = 10**12 - 1  # the largest step that the text form of a version can hold
 _AGENT_OFFSET = 2048
 _AGENT_MAGIC = b"CKPTHASH"
+_REPLICATED_PLACE = slice(3072, 3080)
+_REPLICATED = b"CKPTREPL"
 # magic, epoch number, nonce, step, sub, rank, world, data bytes, then (offset, length) of the four parts
 _TRAINER_HALF = struct.Struct("<8sQ16sQIIIQ8Q")
 _AGENT_HALF = struct.Struct("<8sQQ16s")  # magic, offset, length, xxh3-128 of the hash table
@@ -252,10 +255,21 @@ class Arena:
         first = min(offset for offset, _ in header.parts)
         return first, at + length - first
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether `mark_replicated` was called since the arena was filled."""
+        return bytes(self.view[_REPLICATED_PLACE]) == _REPLICATED
+
+    def mark_replicated(self) -> None:
+        """The snapshot's checkpoint is replicated. The mark outlives the agent, but is not in `header_page`."""
+        self.view[_REPLICATED_PLACE] = _REPLICATED
+
     def header_page(self) -> bytes:
         """A copy of the first page. Another arena with this page and the same bytes behind it holds the same
         snapshot."""
-        return bytes(self.view[:PAGE])
+        page = bytearray(self.view[:PAGE])
+        page[_REPLICATED_PLACE] = bytes(len(_REPLICATED))
+        return bytes(page)
 
     def write_header_page(self, page: bytes) -> None:
         """Writes the first page. Call it after all other bytes. Errors: AgentError if `page` has a wrong length."""

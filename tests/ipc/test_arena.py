@@ -64,6 +64,19 @@ def test_a_fill_that_has_begun_and_not_ended_holds_nothing(arena: Arena) -> None
     assert arena.hashes() is None
 
 
+def test_that_it_is_replicated_is_said_until_it_is_filled_again_and_not_to_other_nodes(arena: Arena) -> None:
+    fill(arena)
+    page = arena.header_page()
+    arena.mark_replicated()
+    other = Arena.adopt(os.dup(arena.fd))
+    assert other.is_replicated
+    assert other.header() == arena.header()
+    assert other.header_page() == page
+    other.close()
+    fill(arena)
+    assert not arena.is_replicated
+
+
 def test_what_is_closed_goes_with_the_last_view_of_it_though_the_arena_is_still_named(arena: Arena) -> None:
     def mappings() -> int:
         return [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")].count(memfd)

@@ -297,11 +297,11 @@ class Job:
 
     def end_takeover(self) -> None:
         """All ranks of a job that was taken over have joined, or are waited for no longer. Their arenas are empty slots
-        now. On several nodes complete snapshots stay until a newer one is safe, as far as there are slots: they may be
-        the primary copies of what peers keep."""
+        now. On several nodes complete snapshots stay until a newer one is safe, as far as there are slots: first the
+        primary copies of what peers keep, then the newest."""
         if not self.scheduler.slots.is_taking_over:
             return
-        inherited: dict[int, Version] = {}
+        inherited: dict[int, tuple[bool, Version]] = {}
         world = self.context.world
         for slot, by_rank in self.local_share.arenas.items():
             if len(by_rank) == world:
@@ -309,9 +309,10 @@ class Job:
             held = {found[0][0] if found else None for found in map(find_sealed_snapshot, by_rank.values())}
             identity = held.pop() if len(held) == 1 else None
             if self.nodes and identity is not None and identity.epoch == self.epoch:
-                inherited[slot] = identity.version
+                inherited[slot] = all(arena.is_replicated for arena in by_rank.values()), identity.version
         self.replication.needs_rereplication = len(self.nodes) > 1
-        self.scheduler.end_takeover(time.monotonic(), inherited)
+        ordered = sorted(inherited, key=inherited.__getitem__, reverse=True)
+        self.scheduler.end_takeover(time.monotonic(), {slot: inherited[slot][1] for slot in ordered})
 
     def settle(self) -> float | None:
         """Decides and acts until nothing is left to do now. Returns when to look again, on the monotonic clock; None:

@@ -129,14 +129,23 @@ class JobReplication:
         is_so = context.scheduler.replicas.record_survey(
             newest.version if newest is not None else None, kept, whole == newest
         )
+        self._mark_replicated()
         if is_so and whole is not None and context.scheduler.replicas.is_placement_complete:
             context.services.account.record_level("peer", context.epoch, whole.version)
+
+    def _mark_replicated(self) -> None:
+        """An agent that takes over keeps this checkpoint's slot rather than any other."""
+        found = self._context.scheduler.replicas.replicated
+        if found is not None:
+            for arena in self._context.shares.local_share.arenas[found.slot].values():
+                arena.mark_replicated()
 
     def _on_ended(self, slot: int, version: Version, error: str, seconds: float | None) -> bool:
         """Returns True if peers may drop older replicas now. `seconds`: how long it took; None: nothing was copied,
         since the version was replicated already or cannot be."""
         context, facts = self._context, {"identity": str(Identity(self._context.epoch, version))}
         why_not = context.scheduler.replicas.record_replication(slot, error, time.monotonic())
+        self._mark_replicated()
         if why_not:
             text = f"step {version.step} is not in other nodes' memory: {why_not}"
             context.emit("replication.failed", text, why_not not in QUIET_FAILURES, facts)

@@ -112,7 +112,7 @@ class Scheduler:
     def end_takeover(self, now_s: float, inherited: Mapping[int, Version] | None = None) -> None:
         """After an agent restart: all ranks have joined, or are waited for no longer. The ranks hear that what they
         took for the former agent is lost, and a snapshot is appointed at the next boundary. `inherited`: see
-        `JobSlots.inherited_versions`."""
+        `JobSlots.inherited_versions`, the most needed one first."""
         self.slots.is_taking_over = False
         self.slots.inherited_versions = dict(inherited or {})
         for slot in self.slots.inherited_versions:

@@ -79,7 +79,7 @@ class SlotAllocator:
         where no newer one can come."""
         facts, inherited = self._facts, self._facts.slots.inherited_versions
         newest = facts.slots.newest
-        stays = sorted(inherited, key=lambda slot: inherited[slot], reverse=True)
+        stays = list(inherited)
         if facts.any_gone or facts.superseded_by:
             stays = []
         elif newest is None:

@@ -128,7 +128,8 @@ class JobSlots:
     def __init__(self) -> None:
         self._slots = [Slot(n) for n in range(SLOTS_MAX)]
         self.is_taking_over = False  # ranks bring their arenas from a former agent, and not all have come yet
-        # By slot: the version of a former agent's complete snapshot. The slot is leased until a newer one is safe.
+        # By slot: the version of a former agent's complete snapshot. The slot is leased until a newer one is safe, or
+        # until it is needed, the last one first.
         self.inherited_versions: dict[int, Version] = {}
 
     def __getitem__(self, number: int) -> Slot:

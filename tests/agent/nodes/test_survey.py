@@ -19,6 +19,7 @@ from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state.accounting import Accounting
 from ckpt.agent.state.cost_model import CostModel
 from ckpt.agent.state.replica_state import NO_PEER_MEMORY, SUPERSEDED, ReplicaState
+from ckpt.ipc.arena import PAGE, Arena
 from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.placement import Kept, Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
@@ -201,6 +202,7 @@ class Carried:
             supersedes_former=True,
             would_reduce_protection=False,
             replicated_version=None,
+            replicated=None,
             retained_version=None,
             retained_placement=(),
             record_survey=self.found_safe,
@@ -338,8 +340,13 @@ def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not
     carried = Carried()
     carried.context.nodes = [SimpleNamespace(name=name, ranks=[rank]) for rank, name in enumerate("abc")]
     carried.replicate()
+    arena = Arena.create(PAGE)
+    carried.context.shares.local_share.arenas[1] = {0: arena}
+    carried.replicas.replicated = SimpleNamespace(slot=1)
     carried.finding.pop()(safe)
     assert carried.kept == [Kept("", 1), Kept("b", 0), Kept("c", 0)]
+    assert arena.is_replicated
+    arena.close()
 
 
 def test_what_lacks_a_part_survives_nothing_and_gives_way_to_a_newer_one_that_is_whole() -> None:

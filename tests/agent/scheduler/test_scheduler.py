@@ -487,7 +487,7 @@ def test_snapshots_of_a_former_agent_stay_until_a_newer_one_is_safe_where_there_
         group.arenas.record_layout()
     group.replicas.is_replication_on = group.replicas.is_survey_pending = copies
     group.appointments.record_agent_restart(0.0)
-    group.end_takeover(0.0, {0: Version(3), 1: Version(1), 2: Version(2)})
+    group.end_takeover(0.0, {0: Version(3), 2: Version(2), 1: Version(1)})
     driver.steps = [4, 4]
     driver.decide()
     assert group.arenas.record_division(2, "d", (100, 100), slots)
