@@ -298,7 +298,7 @@ class Short(Life):
     def lived(self) -> Iterator[None]:
         world, life = self.world, self
         until_of, put = world.run, MemoryBackend.put
-        replicate, replicated = ReplicationManager.replicate, Accounting.record_replication
+        replicate, record_level = ReplicationManager.replicate, Accounting.record_level
         begin_fill, close = Arena.begin_fill, Arena.close
 
         def run_and_look(until: Callable[[], bool], limit_s: float) -> None:
@@ -312,9 +312,10 @@ class Short(Life):
             life.begins(protection, identity, safe)
             replicate(protection, identity, safe, *given)
 
-        def promised(account: Accounting, epoch: Epoch, version: Version, count_bytes: int) -> None:
-            life.promised(epoch, version)
-            replicated(account, epoch, version, count_bytes)
+        def records(account: Accounting, level: str, epoch: Epoch, version: Version, *given: Any) -> None:
+            if level == "peer" and given:  # else a survey found it
+                life.promised(epoch, version)
+            record_level(account, level, epoch, version, *given)
 
         def stored(backend: MemoryBackend, key: str, *given: Any, **named: Any) -> None:
             put(backend, key, *given, **named)
@@ -333,7 +334,7 @@ class Short(Life):
             patch.setattr(world, "run", run_and_look)
             patch.setattr(MemoryBackend, "put", stored)
             patch.setattr(ReplicationManager, "replicate", begins)
-            patch.setattr(Accounting, "record_replication", promised)
+            patch.setattr(Accounting, "record_level", records)
             patch.setattr(Arena, "begin_fill", fills)
             patch.setattr(Arena, "close", closes)
             patch.setattr(SimRank, "wait_warm", lambda rank: fake.FakeRank.wait_warm(rank, LONG_S))
