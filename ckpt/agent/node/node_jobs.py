@@ -121,7 +121,7 @@ class NodeJobs:
 
     # -- the start under way
 
-    def guard_start(self, start: Start, what: Callable[[], object]) -> None:
+    def guard_start(self, start: Start, what: Callable[[], None]) -> None:
         """Runs `what` if that start is still under way. An error in `what` fails the start, and ends no other job."""
         if self.start is not start:
             return

@@ -141,8 +141,7 @@ class OrphanCommitter:
         self.error = ""
         if not self._memory.inventory_lease.is_held:
             self._memory.grant_inventory_lease(network.agent_name, for_orphans=True)
-        guard = functools.partial(self._guard, attempt)
-        guard(lambda: spawn(self._run(attempt), guard))
+        spawn(self._run(attempt), functools.partial(self._guard, attempt))
 
     def end_attempt(self, settled: Epoch | None = None) -> None:
         """Ends the attempt, if one is under way, and tells its outcome to the surveyed nodes. `settled`: nothing is
@@ -158,7 +157,7 @@ class OrphanCommitter:
             done = str(settled) if settled is not None and node in attempt.answered_nodes else None
             attempt.network.notify(node.name, {"t": "start-outcome", "epoch": None, "settled": done})
 
-    def _guard(self, attempt: _Attempt, what: Callable[[], object]) -> None:
+    def _guard(self, attempt: _Attempt, what: Callable[[], None]) -> None:
         """Runs `what` if the attempt is still under way. An error in `what` ends the attempt and nothing else."""
         if self._attempt is not attempt:
             return

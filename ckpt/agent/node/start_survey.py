@@ -110,9 +110,8 @@ class StartSurvey:
         """Lists the store. Where a checkpoint may be in memory, the start does without a store that does not answer.
         Errors: RunInUse; StorageError."""
         in_memory = any(each.claim is not None for each in self._memory.known_epochs(start))
-        work = lambda: self._view_run(start, in_memory)  # noqa: E731
         try:
-            start.run_view = await work_on(self._context.workers, Lane.FRONT, work)
+            start.run_view = await work_on(self._context.workers, Lane.FRONT, lambda: self._view_run(start, in_memory))
         except StorageError as exc:
             if not in_memory:
                 raise

@@ -193,8 +193,7 @@ class Startup:
 
     def _spawn(self, start: Start, coroutine: Coro[None]) -> None:
         """Runs a coroutine as long as that start is under way. An error in it fails the start."""
-        guard = functools.partial(self._jobs.guard_start, start)
-        guard(lambda: spawn(coroutine, guard))
+        spawn(coroutine, functools.partial(self._jobs.guard_start, start))
 
     async def _survey_and_offer(self, start: Start) -> None:
         await self.survey.run(start)
@@ -231,7 +230,7 @@ class Startup:
 
     async def _choose_candidate(self, start: Start, damaged: dict[Identity, str]) -> ResolvedStart | None:
         """The newest candidate that can be read and is not struck out; None: none is left. One that lies on several
-        nodes is gathered first. `damaged`: gets those that cannot be read, and why; they are struck out, too."""
+        nodes is gathered first. `damaged`: see `_read_record`."""
         from ckpt.format.record import encode_manifest
 
         while (candidate := self._newest_candidate(start)) is not None:
@@ -250,7 +249,6 @@ class Startup:
                 encode = functools.partial(encode_manifest, found.manifest)
                 encoded = await work_on(self._context.workers, Lane.FRONT, encode)
                 return ResolvedStart(candidate, found.manifest, encoded, found.metrics, record)
-            self.struck.update(damaged)
         return None
 
     def _newest_candidate(self, start: Start) -> Candidate | None:
@@ -263,11 +261,12 @@ class Startup:
         return next((each for each in found if each.identity not in self.struck), None)
 
     async def _read_record(self, candidate: Candidate, damaged: dict[Identity, str]) -> Record | None:
-        """The candidate's record in the store; None: it is damaged, as `damaged` gets to know. Errors: NewerFormat if a
-        newer ckpt saved it: restoring an older one would fork the branch history; StorageError."""
-        read = lambda: self._context.store.open_reader(candidate.records).record  # noqa: E731
+        """The candidate's record in the store; None: it cannot be read. Then it is struck out, and `damaged` gets the
+        reason. Errors: NewerFormat if a newer ckpt saved it: restoring an older one would fork the branch history;
+        StorageError."""
+        workers, store = self._context.workers, self._context.store
         try:
-            return await work_on(self._context.workers, Lane.FRONT, read)
+            return await work_on(workers, Lane.FRONT, lambda: store.open_reader(candidate.records).record)
         except NewerFormat as exc:
             url = redact_url(self._context.url)
             raise NewerFormat(
@@ -276,7 +275,7 @@ class Startup:
                 f"back on purpose: ckpt branch {url} --at STEP"
             ) from exc
         except (DamagedData, NotFound) as exc:
-            damaged[candidate.identity] = str(exc)
+            damaged[candidate.identity] = self.struck[candidate.identity] = str(exc)
             return None
 
     # -- the answer

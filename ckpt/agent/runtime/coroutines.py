@@ -5,8 +5,8 @@ the call that settles the promise. So it needs no turn of the loop, and any loop
 `call_later`: the agent's, a test's, the simulation's (docs/decisions/0046).
 
 - `gather` and `race` own the coroutines that they run: when they return or raise, all of these have ended.
-- An error goes to whoever awaits the task. The error of a task of `spawn` leaves the call that made the task go on, as
-  the error of a callback does.
+- An error goes to whoever awaits the task. The error of a task of `spawn` goes to its guard, and leaves the call that
+  made the task go on, as the error of a callback does.
 - A cancelled coroutine gets `Cancelled` where it waits, and runs its `finally` blocks, which must not wait.
 - A guard runs each step of a task, and of those that the task runs by `gather` or `race`. A guard that does not run a
   step, since nobody wants the result any more, cancels the task.
@@ -194,7 +194,13 @@ def _child(coroutine: Coro[T]) -> Task[T]:
 def spawn(coroutine: Coro[T], guard: Guard | None = None) -> Task[T]:
     """Starts a task that nobody awaits."""
     task = Task(coroutine, guard)
-    task.when_settled(lambda: None if isinstance(task.error, Cancelled) else task.result())
+
+    def end() -> None:
+        if not isinstance(task.error, Cancelled):
+            task.result()
+
+    # The first step is over already: the guard hears its error, too.
+    (guard or _no_guard)(lambda: task.when_settled(end))
     return task
 
 

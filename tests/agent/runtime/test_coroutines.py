@@ -190,3 +190,19 @@ def test_a_task_that_is_cancelled_while_it_runs_ends_at_its_next_wait() -> None:
     task = Task(run())
     promise.set_result(None)
     assert (steps, task.is_settled) == (["still runs"], True)
+
+
+def test_the_guard_of_a_task_that_nobody_awaits_hears_the_error_of_its_first_step() -> None:
+    heard: list[str] = []
+
+    def guard(what: Callable[[], None]) -> None:
+        try:
+            what()
+        except AgentError as exc:
+            heard.append(str(exc))
+
+    async def fail() -> None:
+        raise AgentError("at once")
+
+    spawn(fail(), guard)
+    assert heard == ["at once"]

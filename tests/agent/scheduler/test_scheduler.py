@@ -701,6 +701,16 @@ def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest
     assert third > second
 
 
+def failing_copies(driver: Driver) -> Iterator[ReplicaState]:
+    """The replicas before each of three replications, which fail."""
+    for _ in range(3):
+        assert driver.replicas.replicating_slot is not None
+        yield driver.replicas
+        driver.copy("there is no room")
+        driver.now_s += 100.0
+        driver.decide()
+
+
 @pytest.mark.parametrize("stored", [True, False])
 def test_what_is_safe_gives_way_to_copies_that_fail_again_and_again_only_once_it_is_in_the_store(stored: bool) -> None:
     """Attempts under several placements may have left more of it than memory is for: then none would ever succeed."""
@@ -711,13 +721,7 @@ def test_what_is_safe_gives_way_to_copies_that_fail_again_and_again_only_once_it
     driver.copy()
     driver.commit("" if stored else "the store is down")
     driver.complete()
-    needed = []
-    for _ in range(3):
-        assert driver.replicas.replicating_slot is not None
-        needed.append(driver.replicas.retained_placement)
-        driver.copy("there is no room")
-        driver.now_s += 100.0
-        driver.decide()
+    needed = [replicas.retained_placement for replicas in failing_copies(driver)]
     assert needed == [kept, kept, () if stored else kept]
     lost = [each.version for each in driver.said if isinstance(each, do.ReplicaDegraded)]
     assert set(lost) == ({first} if stored else set())
@@ -730,7 +734,7 @@ def test_where_nothing_is_safe_what_is_older_than_in_the_store_is_not_needed_onc
     dropped: bool,
 ) -> None:
     """A node that was away may still have it, or failed attempts have left more than memory is for."""
-    driver, stays = Driver(), []
+    driver = Driver()
     driver.place()
     first = driver.complete()
     driver.replicas.is_replication_on = not dropped
@@ -741,12 +745,7 @@ def test_where_nothing_is_safe_what_is_older_than_in_the_store_is_not_needed_onc
     if dropped:
         driver.place()
         driver.complete()
-    for _ in range(3):
-        assert driver.replicas.replicating_slot is not None
-        stays.append(driver.replicas.retained_version)
-        driver.copy("a node is away")
-        driver.now_s += 100.0
-        driver.decide()
+    stays = [replicas.retained_version for replicas in failing_copies(driver)]
     assert stays == ([first] * 3 if dropped else [None, None, first])
     assert driver.replicas.retained_placement == ()
     assert driver.replicas.replicated_version is None, "nor is it said to be safe there"
