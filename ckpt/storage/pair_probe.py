@@ -51,14 +51,12 @@ class PairProbe:
 
     def turn(self, names: set[str], now_s: float) -> list[str]:
         """The names to put, after a listing that shows `names`. `now_s`: in seconds, of any monotonic clock."""
-        if self._has_measured:
-            wanted = [f"{self._me}.done"]
-        else:
-            if self._ping == 0 or any(name.startswith(f"{self._me}.{self._ping}.") for name in names):
-                if self._ping > 1:
-                    self.round_trips_s.append(now_s - self._pinged_s)
-                self._ping, self._pinged_s = self._ping + 1, now_s
-            wanted = [f"{self._me}.{self._ping}"]
+        is_answered = any(name.startswith(f"{self._me}.{self._ping}.") for name in names)
+        if not self._has_measured and (self._ping == 0 or is_answered):
+            if self._ping > 1:
+                self.round_trips_s.append(now_s - self._pinged_s)
+            self._ping, self._pinged_s = self._ping + 1, now_s
+        wanted = [f"{self._me}.done" if self._has_measured else f"{self._me}.{self._ping}"]
         for name in sorted(names):
             asker, _, rest = name.partition(".")
             if asker != self._me and rest.isdecimal():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -41,7 +42,10 @@ def test_both_machines_measure_both_directions_and_end(a_s: float, b_s: float, g
             if not machine.is_finished:
                 store.put.update(dict.fromkeys(machine.turn(names, now_s), (me, now_s)))
         now_s += PAUSE_S
-    for me, machine in machines.items():
+    for (me, machine), other in zip(machines.items(), "ba", strict=True):
+        pings = [name for name in store.put if re.fullmatch(rf"{me}\.\d+", name)]
+        answered_s = [store.put[f"{ping}.{other}"][1] for ping in pings]
+        assert max(answered_s) <= store.put[f"{me}.done"][1], "an answer may come after the pings are deleted"
         assert all(a_s + b_s <= each <= a_s + b_s + 3 * PAUSE_S for each in machine.round_trips_s), me
         assert machine.round_trips_s[-1] > LATE_S or len(machine.round_trips_s) == ROUNDS
 
