@@ -38,6 +38,7 @@ class PeerOffer:
     frame is in that cell, now the owner's. `on_failed(frames, error)`: these do not come.
     `queued_frames`: those to be fetched. `fetches`: the transfers under way."""
 
+    network: PeerNetwork
     node: NodeAt
     name: str
     numbers: npt.NDArray[np.int64]
@@ -48,19 +49,12 @@ class PeerOffer:
 
 
 class PeerFetches:
-    """The fetches of one restore. `network`: None if the session has no other nodes. `post`: runs a function on the
-    main thread; any thread may call it."""
+    """The fetches of one restore. `post`: runs a function on the main thread until the restore is over; any thread may
+    call it."""
 
-    def __init__(
-        self,
-        network: PeerNetwork | None,
-        manifest: Manifest,
-        window: Window,
-        post: Callable[[Callable[[], None]], None],
-    ) -> None:
-        self._network, self._manifest, self._window, self._post = network, manifest, window, post
+    def __init__(self, manifest: Manifest, window: Window, post: Callable[[Callable[[], None]], None]) -> None:
+        self._manifest, self._window, self._post = manifest, window, post
         self._offers: dict[PeerOffer, None] = {}  # those with queued frames or transfers; the next in turn first
-        self._closed = False
 
     def queue(self, offer: PeerOffer, frames: list[int]) -> None:
         """Queues frames; `start` begins their transfers."""
@@ -83,7 +77,6 @@ class PeerFetches:
             pass
 
     def close(self) -> None:
-        self._closed = True
         for offer in self._offers:
             for fetch in offer.fetches:
                 fetch.cancel()
@@ -93,7 +86,7 @@ class PeerFetches:
     def _begin(self, offer: PeerOffer) -> bool:
         """Begins one transfer. Returns whether anything changed: it began, or failed to begin."""
         waiting, window = offer.queued_frames, self._window
-        if self._closed or not waiting or self._network is None:
+        if not waiting:
             return False
         busy = dict.fromkeys((each.node.name for each in self._offers), 0)
         for each in self._offers:
@@ -112,9 +105,9 @@ class PeerFetches:
         self._offers[offer] = None  # at the end of the turns
         numbers = list(cells)
         try:
-            fetch = self._network.transport.fetch(
+            fetch = offer.network.transport.fetch(
                 offer.node.name,
-                self._network.addresses(offer.node),
+                offer.network.addresses(offer.node),
                 offer.name,
                 window.arena.view,
                 place_frames(self._manifest, numbers, list(cells.values()), window.arena.size_bytes),
@@ -135,8 +128,6 @@ class PeerFetches:
         offer.on_received(frame, cells.pop(frame))
 
     def _end(self, offer: PeerOffer, fetch: Fetch, cells: dict[int, int], done: Future[None]) -> None:
-        if self._closed:
-            return
         offer.fetches.discard(fetch)
         self._fail(offer, cells, done.exception() or AgentError("the transfer has ended early"))
         self.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -108,8 +109,8 @@ class Start:
         nodes = [NodeAt(name, (), ()) for name in {name for each in holders for name in each}]
         self.peers = PeerSource(places, network, nodes)
         self.timers: list[Callable[[], None]] = []
-        later = lambda delay_s, what: self.timers.append(what)  # noqa: E731
-        services = turned.workers, later, turned.post, cells * int(made.manifest.frames["length"].max())
+        loop: Any = SimpleNamespace(post=turned.post, call_later=lambda delay_s, what: self.timers.append(what))
+        services = turned.workers, loop, cells * int(made.manifest.frames["length"].max())
         self.restore = open_session(STEP, made.manifest, count, None, open_record, *services, peers=self.peers)
         self.frames = list(range(len(made.manifest.frames)))
         self.total = int(made.manifest.frames["length"].sum())
