@@ -14,10 +14,12 @@ class StreamPeer(Protocol):
 
 
 class Origin(NamedTuple):
-    """Where a frame came from. `number`: of its source, in the order of preference. `level`: what the rank is told."""
+    """Where a frame came from. `number`: of its source, in the order of preference. `level`: what the rank is told.
+    `cell`: its place in the window, if the rank reads it there."""
 
     number: int
     level: str
+    cell: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +79,3 @@ class AwaitedFrames:
     def drop(self, who: RankRequest) -> None:
         for _, waiting in self._by_frame.values():
             waiting.discard(who)
-
-    def clear(self) -> None:
-        self._by_frame.clear()

@@ -22,7 +22,6 @@ from ckpt.agent.restore.rank_request import AwaitedFrames, Origin, RankRequest, 
 from ckpt.agent.restore.window import Window
 from ckpt.agent.runtime.connections import Loop
 from ckpt.agent.runtime.coroutines import sleep, spawn
-from ckpt.agent.runtime.memory_plan import WINDOW_BYTES
 from ckpt.agent.runtime.workers import Workers, error_text
 from ckpt.agent.snapshots.memory_checkpoint import Memory
 from ckpt.errors import AgentError, DamagedData, MissingData, NewerFormat, NotFound, StorageError
@@ -85,7 +84,7 @@ class RestoreSession:
         sources: Sequence[FrameSource],
         workers: Workers,
         loop: Loop,
-        window_bytes: int = WINDOW_BYTES,
+        window_bytes: int,
     ) -> None:
         self.identity = identity
         self.manifest = manifest
@@ -147,7 +146,10 @@ class RestoreSession:
         if asked is None:
             return
         self._awaited.drop(asked)
-        self.window.end_all_reads(receiver)
+        given, asked.given_frames = asked.given_frames, {}
+        for origin in given.values():
+            if origin.cell is not None:
+                self.window.end_read(origin.cell)
         for source in self.sources:
             source.drop_receiver(receiver)
 
@@ -161,7 +163,6 @@ class RestoreSession:
         """Ends the restore: closes all sources and the window. Ranks hear nothing more."""
         self.is_closed = True
         self._requests_by_receiver.clear()
-        self._awaited.clear()
         for source in self.sources:
             source.close()
         self.fetches.close()
@@ -196,8 +197,8 @@ class RestoreSession:
         for asked, mine in self._awaited.take(origin.number, frames).items():
             _send_region(asked, _WINDOW_REGION, self.window.arena)
             for frame in mine:
-                asked.given_frames[frame] = origin
-                self.window.begin_read(frame, offset, asked.receiver)
+                asked.given_frames[frame] = origin._replace(cell=offset)
+                self.window.begin_read(offset)
             places = [[frame, _WINDOW_REGION, offset, self._length(frame)] for frame in sorted(mine)]
             asked.receiver.send({"t": "frame-places", "places": places})
         self.window.free_if_unread(offset)
@@ -304,7 +305,8 @@ class RestoreSession:
         origin = asked.given_frames.pop(frame, None)
         if origin is not None:
             self._progress.advance()
-            self.window.end_read(frame, asked.receiver)
+            if origin.cell is not None:
+                self.window.end_read(origin.cell)
         return origin
 
     def _length(self, frame: int) -> int:

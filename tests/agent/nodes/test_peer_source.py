@@ -187,7 +187,8 @@ def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_makes_
     start.restore.drop_request(gone)
     turned.until(lambda: start.carrier.coming)
     start.carrier.come()
-    offset = start.restore.window._offsets_by_read[0, id(slow)]
+    offset = start.restore._requests_by_receiver[id(slow)].given_frames[0].cell
+    assert offset is not None
     (region,) = slow.regions.values()
     assert bytes(region.view[offset : offset + FRAME_BYTES]) == start.bytes_of[0]
     start.restore.acknowledge_frames(slow, [0], [])

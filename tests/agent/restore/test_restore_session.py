@@ -146,6 +146,18 @@ def test_a_rank_that_comes_alone_is_served_when_the_others_do_not_come(loop: Loo
     assert set(rank.got) == {1, 2}
 
 
+def test_a_rank_is_served_in_time_though_the_one_that_came_before_it_is_gone(loop: Loop) -> None:
+    restore = loop.begin(10, Reader(Source(manifest(10))), world=3)
+    gone, rank = loop.rank(), loop.rank()
+    for each in (gone, rank):
+        restore.request(each, [1, 2])
+    restore.drop_request(gone)
+    for what in list(loop.timers):
+        what()
+    assert loop.ended(rank)["ok"]
+    assert set(rank.got) == {1, 2}
+
+
 def test_a_frame_that_no_source_has_ends_the_fetch_with_its_name(loop: Loop) -> None:
     restore = loop.begin(10, Reader(Source(manifest(10)), broken={3}))
     rank = loop.rank()
