@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import fsspec
 import pytest
@@ -195,8 +195,16 @@ def test_a_pack_that_a_rank_does_not_see_in_a_folder_is_waited_for(
     record = open_record(late, ref)
     cache.denied[keys.DATA] = denied
     loop.restore = open_session(
-        *(identity, record.manifest, 1, None, lambda: FrameReader(late, record), loop.workers),
-        *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
+        *(
+            identity,
+            record.manifest,
+            1,
+            None,
+            lambda: FrameReader(late, record),
+            loop.workers,
+            cast(Any, loop),
+            1 << 20,
+        ),
         folder="/elsewhere",
     )
     rank = reading(loop, wrong=[0])

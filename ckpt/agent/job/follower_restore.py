@@ -141,10 +141,9 @@ class FollowerRestore:
         if read is not None and len(self._nodes) > 1:
             slot_bytes = int(manifest.frames["length"].sum()) * counts[me] // sum(counts.values())
             only = places.missing_frames if places is not None else None
-            about = identity, self._epoch, manifest, self._nodes
+            about = self._epoch, manifest, self._nodes
             fan = SharedRead(*about, network, read, lambda: self._room(slot_bytes), self._emit, only)
-        lane = services.workers, services.server.call_later, services.server.post
-        folder = services.store.folder
+        lane, folder = (services.workers, services.server), services.store.folder
         return open_session(identity, manifest, counts[me], near, read, *lane, peers=peers, fan=fan, folder=folder)
 
 

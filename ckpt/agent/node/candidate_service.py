@@ -112,8 +112,7 @@ class CandidateService:
             memory,
             open_reader if records else None,
             self._context.workers,
-            self._context.server.call_later,
-            self._context.server.post,
+            self._context.server,
             peers=self._open_peer_source(start, places, chosen.manifest) if places is not None else None,
             fan=self._open_shared_read(start, job, chosen, places, open_reader) if records else None,
             folder=store.folder,
@@ -163,7 +162,7 @@ class CandidateService:
         slots = slots_for(job.scheduler.clock.policy)
         room = lambda: job.local_share.restore_budget_bytes(slot_bytes, slots, job.context.options.limits.memory)  # noqa: E731
         only = places.missing_frames if places is not None else None
-        about = chosen.candidate.identity, job.epoch, chosen.manifest, start.nodes
+        about = job.epoch, chosen.manifest, start.nodes
         return SharedRead(*about, self._context.network, open_reader, room, self._context.emit_event, only)
 
     def _end_serving(self, identity: Identity) -> None:

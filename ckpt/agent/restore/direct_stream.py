@@ -8,12 +8,13 @@ was told, and verifies them. Frames that fail come from the next source, through
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import logging
 import socket
+from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 
@@ -21,7 +22,8 @@ from ckpt.agent.net.transport import STREAM_FRAMES
 from ckpt.agent.restore.peer_source import PeerSource
 from ckpt.agent.restore.rank_request import Origin, RankRequest, StreamPeer
 from ckpt.agent.restore.restore_session import FrameSource
-from ckpt.agent.runtime.workers import failure
+from ckpt.agent.runtime.coroutines import Promise, Task, promise_of, spawn
+from ckpt.agent.runtime.workers import error_text
 from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.addresses import shut_down
 
@@ -34,14 +36,16 @@ SHARE_MIN = 8  # frames per connection; fewer are not divided further
 
 @dataclass(eq=False, slots=True)
 class FrameStream:
-    """One stream of frames of that rank's arena on `holder`. `is_begun`: it has connected, or is connecting."""
+    """One stream of frames of that rank's arena on `holder`. `task`: None while the stream waits for its turn. `sock`:
+    its connection, once it is made. `end`: fails with what ends the stream."""
 
     asked: RankRequest
     rank: int
     holder: str
     frames: list[int]
-    is_begun: bool = False
+    task: Task[None] | None = None
     sock: socket.socket | None = None
+    end: Promise[NoReturn] = field(default_factory=Promise)
 
 
 class DirectStreams(FrameSource):
@@ -70,18 +74,17 @@ class DirectStreams(FrameSource):
         """A rank has stopped reading from the stream."""
         stream = self._streams.get(number)
         if stream is not None and stream.asked.receiver is receiver:
-            self._end(number, "the rank has stopped reading")
+            stream.end.set_error(AgentError("the rank has stopped reading"))
 
     def drop_receiver(self, receiver: StreamPeer) -> None:
-        for number in [number for number, each in self._streams.items() if each.asked.receiver is receiver]:
-            _close(self._streams.pop(number))
+        self._drop(number for number, each in self._streams.items() if each.asked.receiver is receiver)
         self._start()
 
     def handle_disconnect(self, name: str) -> None:
         """Gives up the waiting streams of agent `name`, and cuts its open ones. A rank that was cut off reports so;
         `end_stream` follows."""
         theirs = {number: each for number, each in self._streams.items() if each.holder == name}
-        waiting = [self._streams.pop(number) for number, each in theirs.items() if not each.is_begun]
+        waiting = [self._streams.pop(number) for number, each in theirs.items() if each.task is None]
         for stream in waiting:
             self._return_frames(stream, f"agent {name} is gone")
         for stream in theirs.values():
@@ -89,9 +92,7 @@ class DirectStreams(FrameSource):
                 shut_down(stream.sock)
 
     def close(self) -> None:
-        for stream in self._streams.values():
-            _close(stream)
-        self._streams.clear()
+        self._drop(self._streams)
 
     # -- inside
 
@@ -99,13 +100,13 @@ class DirectStreams(FrameSource):
         """Begins waiting streams, within the limits: first of the rank with the fewest, which was served longest
         ago."""
         while True:
-            begun = [each for each in self._streams.values() if each.is_begun]
+            begun = [each for each in self._streams.values() if each.task is not None]
             busy = collections.Counter(each.holder for each in begun)
             served = collections.Counter(id(each.asked.receiver) for each in begun)
             able = [
                 (number, each)
                 for number, each in self._streams.items()
-                if not each.is_begun
+                if each.task is None
                 and busy[each.holder] < HOLDER_STREAMS_MAX
                 and served[id(each.asked.receiver)] < RANK_STREAMS_MAX
             ]
@@ -114,42 +115,37 @@ class DirectStreams(FrameSource):
             number, stream = min(able, key=lambda each: served[id(each[1].asked.receiver)])
             who = stream.asked.receiver
             self._streams = dict(sorted(self._streams.items(), key=lambda each: each[1].asked.receiver is who))
-            stream.is_begun = True
-            self._connect(number, stream)
+            stream.task = spawn(self._run(number, stream), self.session.guard)
 
-    def _connect(self, number: int, stream: FrameStream) -> None:
+    async def _run(self, number: int, stream: FrameStream) -> None:
+        """Connects, and has the rank read from the connection until the stream's end."""
         peers, node = self._peers, self._peers.nodes[stream.holder]
         numbers = np.searchsorted(peers.numbers[stream.rank], stream.frames).tolist()
         name, addresses = peers.offer_name(stream.rank), peers.network.addresses(node)
+        opening: Future[socket.socket] | None = None
         try:
             opening = peers.network.transport.stream(node.name, addresses, name, numbers)
+            stream.sock = await promise_of(opening, self.session.post)
+            fields = {"t": "frame-stream", "stream": number, "frames": stream.frames}
+            stream.asked.receiver.send(fields, [stream.sock.fileno()])
+            await stream.end
         except (CkptError, OSError) as exc:
-            error = str(exc)
-            self.session.post(lambda: self._end(number, error))
-            return
-        opening.add_done_callback(lambda done: self.session.post(functools.partial(self._hand_over, number, done)))
+            why = error_text(exc)
+        finally:
+            if opening is not None:
+                opening.add_done_callback(_close)  # after a cancel, the connection may be made later
+        del self._streams[number]
+        self._return_frames(stream, why)
+        self.session.post(self._start)
 
-    def _hand_over(self, number: int, done: Future[socket.socket]) -> None:
-        stream, error = self._streams.get(number), failure(done)
-        if error:
-            self._end(number, error)
-            return
-        sock = done.result()
-        if stream is None:  # ended while it connected
-            sock.close()
-            return
-        stream.sock = sock
-        stream.asked.receiver.send({"t": "frame-stream", "stream": number, "frames": stream.frames}, [sock.fileno()])
-
-    def _end(self, number: int, why: str) -> None:
-        stream = self._streams.pop(number, None)
-        if stream is not None:
-            self._return_frames(stream, why)
-            self._start()
+    def _drop(self, numbers: Iterable[int]) -> None:
+        for number in list(numbers):
+            task = self._streams.pop(number).task
+            if task is not None:
+                task.cancel()
 
     def _return_frames(self, stream: FrameStream, why: str) -> None:
-        """Closes a stream. What the rank has not acknowledged comes from the next source."""
-        _close(stream)
+        """What the rank has not acknowledged comes from the next source."""
         given, mine = stream.asked.given_frames, Origin(self.number, "peer")
         left = [frame for frame in stream.frames if given.get(frame) == mine]
         if left:
@@ -157,8 +153,7 @@ class DirectStreams(FrameSource):
             self.session.reject(stream.asked, left, AgentError(why))
 
 
-def _close(stream: FrameStream) -> None:
-    if stream.sock is not None:
-        shut_down(stream.sock)  # ends the rank's duplicate of the descriptor, too
-        stream.sock.close()
-        stream.sock = None
+def _close(opening: Future[socket.socket]) -> None:
+    if opening.exception() is None:
+        shut_down(opening.result())  # ends the rank's duplicate of the descriptor, too
+        opening.result().close()

@@ -50,12 +50,14 @@ class HomeClient:
     ) -> None:
         self._session, self._network, self._node, self._fields, self._dials = session, network, node, fields, dials
         self._on_received, self._on_failed = on_received, on_failed
-        self._offer = PeerOffer(node, offer_name, numbers, self._receive, lambda frames, error: self._give_up(error))
+        failed = lambda frames, error: self._give_up(error)  # noqa: E731
+        self._offer = PeerOffer(network, node, offer_name, numbers, self._receive, failed)
         self._pending_frames: set[int] = set()  # requested, and not here
         self._unanswered_frames: set[int] = set()  # those of the pending ones that the home has not answered for
         self._last_heard_s = 0.0
         self._attempts = 0
-        self._is_given_up = self._is_watched = False
+        self._is_given_up = False
+        spawn(self._watch(), self._guard)
 
     def request(self, frames: Collection[int]) -> None:
         if self._is_given_up:
@@ -68,9 +70,6 @@ class HomeClient:
         self._unanswered_frames |= new
         if new:
             spawn(self._ask(), self._guard)
-        if not self._is_watched:
-            self._is_watched = True
-            spawn(self._watch(), self._guard)
 
     def handle_disconnect(self) -> None:
         """Connects again if frames are still awaited."""
@@ -89,9 +88,6 @@ class HomeClient:
         self._on_failed(lost, AgentError(f"agent {self._node.name} cannot read them"))
         self._session.fetches.queue(self._offer, ready)
         self._session.fetches.start()
-
-    def close(self) -> None:
-        self._is_given_up = True
 
     # -- inside
 

@@ -6,9 +6,7 @@ The window's cells have warm pages; fetching into fresh memory would cost more t
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,8 +15,9 @@ import numpy.typing as npt
 
 from ckpt.agent.net.tcp_receiver import Fetch
 from ckpt.agent.restore.window import Window
+from ckpt.agent.runtime.coroutines import promise_of, spawn
 from ckpt.agent.snapshots.manifest_gather import place_frames
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError
 from ckpt.format.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ class PeerOffer:
     frame is in that cell, now the owner's. `on_failed(frames, error)`: these do not come.
     `queued_frames`: those to be fetched. `fetches`: the transfers under way."""
 
+    network: PeerNetwork
     node: NodeAt
     name: str
     numbers: npt.NDArray[np.int64]
@@ -48,19 +48,12 @@ class PeerOffer:
 
 
 class PeerFetches:
-    """The fetches of one restore. `network`: None if the session has no other nodes. `post`: runs a function on the
-    main thread; any thread may call it."""
+    """The fetches of one restore. `post`: runs a function on the main thread until the restore is over; any thread may
+    call it."""
 
-    def __init__(
-        self,
-        network: PeerNetwork | None,
-        manifest: Manifest,
-        window: Window,
-        post: Callable[[Callable[[], None]], None],
-    ) -> None:
-        self._network, self._manifest, self._window, self._post = network, manifest, window, post
+    def __init__(self, manifest: Manifest, window: Window, post: Callable[[Callable[[], None]], None]) -> None:
+        self._manifest, self._window, self._post = manifest, window, post
         self._offers: dict[PeerOffer, None] = {}  # those with queued frames or transfers; the next in turn first
-        self._closed = False
 
     def queue(self, offer: PeerOffer, frames: list[int]) -> None:
         """Queues frames; `start` begins their transfers."""
@@ -83,7 +76,6 @@ class PeerFetches:
             pass
 
     def close(self) -> None:
-        self._closed = True
         for offer in self._offers:
             for fetch in offer.fetches:
                 fetch.cancel()
@@ -91,9 +83,9 @@ class PeerFetches:
     # -- inside
 
     def _begin(self, offer: PeerOffer) -> bool:
-        """Begins one transfer. Returns whether anything changed: it began, or failed to begin."""
+        """Begins one transfer, if there is room. Returns whether it has."""
         waiting, window = offer.queued_frames, self._window
-        if self._closed or not waiting or self._network is None:
+        if not waiting:
             return False
         busy = dict.fromkeys((each.node.name for each in self._offers), 0)
         for each in self._offers:
@@ -110,44 +102,38 @@ class PeerFetches:
             cells[waiting.popleft()] = cell
         del self._offers[offer]
         self._offers[offer] = None  # at the end of the turns
-        numbers = list(cells)
+        spawn(self._transfer(offer, cells))
+        return True
+
+    async def _transfer(self, offer: PeerOffer, cells: dict[int, int]) -> None:
+        """Fetches frames into their cells. `cells`: by frame, those that have not come."""
+        numbers, network = list(cells), offer.network
+        fetch: Fetch | None = None
+        error: Exception = AgentError("the transfer has ended early")
         try:
-            fetch = self._network.transport.fetch(
+            memory = self._window.arena
+            fetch = network.transport.fetch(
                 offer.node.name,
-                self._network.addresses(offer.node),
+                network.addresses(offer.node),
                 offer.name,
-                window.arena.view,
-                place_frames(self._manifest, numbers, list(cells.values()), window.arena.size_bytes),
-                lambda at: self._post(lambda: self._receive(offer, numbers[at], cells)),
+                memory.view,
+                place_frames(self._manifest, numbers, list(cells.values()), memory.size_bytes),
+                lambda at: self._post(lambda: offer.on_received(numbers[at], cells.pop(numbers[at]))),
                 urgent=True,
                 numbers=np.searchsorted(offer.numbers, numbers).tolist(),
             )
-        except (CkptError, OSError) as exc:
-            self._fail(offer, cells, exc)
-            return True
-        offer.fetches.add(fetch)
-        fetch.completion.add_done_callback(
-            lambda done: self._post(functools.partial(self._end, offer, fetch, cells, done))
-        )
-        return True
-
-    def _receive(self, offer: PeerOffer, frame: int, cells: dict[int, int]) -> None:
-        offer.on_received(frame, cells.pop(frame))
-
-    def _end(self, offer: PeerOffer, fetch: Fetch, cells: dict[int, int], done: Future[None]) -> None:
-        if self._closed:
-            return
-        offer.fetches.discard(fetch)
-        self._fail(offer, cells, done.exception() or AgentError("the transfer has ended early"))
-        self.start()
-
-    def _fail(self, offer: PeerOffer, cells: dict[int, int], error: BaseException) -> None:
-        """These frames have not come into their cells."""
+            offer.fetches.add(fetch)
+            await promise_of(fetch.completion, self._post)
+        except Exception as exc:
+            error = exc
+        if fetch is not None:
+            offer.fetches.discard(fetch)
         for cell in cells.values():
             self._window.release(cell)
         self._drop_if_idle(offer)
         if cells:
             offer.on_failed(list(cells), error)
+        self.start()
 
     def _drop_if_idle(self, offer: PeerOffer) -> None:
         if not offer.queued_frames and not offer.fetches:

@@ -72,9 +72,8 @@ class PeerSource(FrameSource):
         offer = self._offers.get((rank, holders))
         if offer is None:
             failed = functools.partial(self._try_next_holder, rank, holders)
-            offer = PeerOffer(
-                self.nodes[holders[0]], self.offer_name(rank), self.numbers[rank], self._receive_frame, failed
-            )
+            offered = self.network, self.nodes[holders[0]], self.offer_name(rank), self.numbers[rank]
+            offer = PeerOffer(*offered, self._receive_frame, failed)
             self._offers[rank, holders] = offer
         self.session.fetches.queue(offer, frames)
 

@@ -20,8 +20,8 @@ from ckpt.agent.net.progress import REPORT_INTERVAL_S, Progress
 from ckpt.agent.restore.peer_fetch import PeerFetches
 from ckpt.agent.restore.rank_request import AwaitedFrames, Origin, RankRequest, StreamPeer
 from ckpt.agent.restore.window import Window
-from ckpt.agent.runtime.coroutines import Task, sleep, spawn
-from ckpt.agent.runtime.memory_plan import WINDOW_BYTES
+from ckpt.agent.runtime.connections import Loop
+from ckpt.agent.runtime.coroutines import sleep, spawn
 from ckpt.agent.runtime.workers import Workers, error_text
 from ckpt.agent.snapshots.memory_checkpoint import Memory
 from ckpt.errors import AgentError, DamagedData, MissingData, NewerFormat, NotFound, StorageError
@@ -32,7 +32,6 @@ from ckpt.ipc.messages import Message
 from ckpt.types import FRAMES_MAX, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.format.manifest import Record
 
 log = logging.getLogger("ckpt")
@@ -75,9 +74,7 @@ class FrameSource:
 
 
 class RestoreSession:
-    """The restore of one candidate to the `count` ranks of this node. `sources`: in order of preference. `network`:
-    the other nodes, if there are any. `later(delay_s, what)`: a timer of the main thread; `post(what)`: runs on the
-    main thread, from any thread."""
+    """The restore of one candidate to the `count` ranks of this node. `sources`: in order of preference."""
 
     def __init__(
         self,
@@ -85,11 +82,9 @@ class RestoreSession:
         manifest: Manifest,
         count: int,
         sources: Sequence[FrameSource],
-        network: PeerNetwork | None,
         workers: Workers,
-        later: Callable[[float, Callable[[], None]], None],
-        post: Callable[[Callable[[], None]], None],
-        window_bytes: int = WINDOW_BYTES,
+        loop: Loop,
+        window_bytes: int,
     ) -> None:
         self.identity = identity
         self.manifest = manifest
@@ -97,33 +92,30 @@ class RestoreSession:
         self.record: Record | None = None  # its record, if the start has read it
         self.bytes_by_level: dict[str, int] = {}  # bytes received by all ranks, by level
         self.unreached_frames: set[int] = set()  # frames that a node did not give, though it may have them
-        self._count, self._call_later, self._post = count, later, post
-        self._lengths = manifest.frames["length"].astype(np.int64)
-        self.window = Window(int(self._lengths.max(initial=0)), window_bytes, lambda: self.fetches.start())
-        self.fetches = PeerFetches(network, manifest, self.window, self.post)
+        self.is_closed = False
+        self._count, self._loop = count, loop
+        largest_bytes = int(manifest.frames["length"].max(initial=0))
+        self.window = Window(largest_bytes, window_bytes, lambda: self.fetches.start())
+        self.fetches = PeerFetches(manifest, self.window, self.post)
         self.sources = list(sources)
         for number, source in enumerate(self.sources):
             source.begin(self, number)
-        self._waiting_requests: list[RankRequest] = []
         self._requests_by_receiver: dict[int, RankRequest] = {}  # by id of the receiver
         self._awaited = AwaitedFrames()
-        self._closed = False
         self._progress = Progress()
-        self._reporting: Task[None] | None = None
 
     def request(self, receiver: StreamPeer, frames: Collection[int], whole: Collection[int] = ()) -> None:
         """A rank requests frames, by number in the manifest. `whole`: those of them that go into one of its tensors as
         one run. A new request replaces the rank's former one. Errors: AgentError for a number that does not exist."""
         wanted = set(frames)
-        if wanted and not 0 <= min(wanted) <= max(wanted) < len(self._lengths):
+        if wanted and not 0 <= min(wanted) <= max(wanted) < len(self.manifest.frames):
             raise AgentError(f"a rank asked for a frame that {self.identity} does not have")
         self.drop_request(receiver)
-        self._waiting_requests.append(RankRequest(receiver, wanted, wanted & set(whole)))
+        asked = self._requests_by_receiver[id(receiver)] = RankRequest(receiver, wanted, wanted & set(whole))
         if len(self._waiting_requests) == self._count:
             self._begin_requests()
-        elif len(self._waiting_requests) == 1:
-            first = self._waiting_requests[0]
-            self.call_later(BATCH_DELAY_S, lambda: self._begin_requests() if first in self._waiting_requests else None)
+        else:
+            self.call_later(BATCH_DELAY_S, lambda: self._begin_requests() if asked in self._waiting_requests else None)
 
     def handle_received(self, receiver: StreamPeer, fields: Mapping[str, Any]) -> None:
         """Handles a rank's message `frames-received`. `stream`: a direct stream that the rank has stopped reading."""
@@ -137,24 +129,27 @@ class RestoreSession:
     def acknowledge_frames(self, receiver: StreamPeer, ok: Iterable[int], bad: Collection[int]) -> None:
         """A rank acknowledges frames, verified or damaged. Damaged ones come again, from the next source."""
         asked = self._requests_by_receiver.get(id(receiver))
-        if asked is None:
+        if asked is None or not asked.has_begun:
             return
         for frame in ok:
             origin = self._take_back(asked, frame)
             if origin is not None:
                 asked.pending_frames.discard(frame)
                 for sources in (asked.bytes_by_level, self.bytes_by_level):
-                    sources[origin.level] = sources.get(origin.level, 0) + int(self._lengths[frame])
+                    sources[origin.level] = sources.get(origin.level, 0) + self._length(frame)
         self.reject(asked, bad, DamagedData("it arrived damaged"))
         self._finish_if_complete(asked)
 
     def drop_request(self, receiver: StreamPeer) -> None:
         """Ends a rank's request: the rank is gone, done, or requests anew."""
-        self._waiting_requests = [asked for asked in self._waiting_requests if asked.receiver is not receiver]
-        if self._requests_by_receiver.pop(id(receiver), None) is None:
+        asked = self._requests_by_receiver.pop(id(receiver), None)
+        if asked is None:
             return
-        self._awaited.drop_receiver(id(receiver))
-        self.window.end_all_reads(receiver)
+        self._awaited.drop(asked)
+        given, asked.given_frames = asked.given_frames, {}
+        for origin in given.values():
+            if origin.cell is not None:
+                self.window.end_read(origin.cell)
         for source in self.sources:
             source.drop_receiver(receiver)
 
@@ -166,10 +161,8 @@ class RestoreSession:
 
     def close(self) -> None:
         """Ends the restore: closes all sources and the window. Ranks hear nothing more."""
-        self._closed = True
+        self.is_closed = True
         self._requests_by_receiver.clear()
-        self._waiting_requests.clear()
-        self._awaited.clear()
         for source in self.sources:
             source.close()
         self.fetches.close()
@@ -179,58 +172,58 @@ class RestoreSession:
 
     def post(self, what: Callable[[], None]) -> None:
         """Runs `what` on the main thread, guarded. Any thread."""
-        self._post(lambda: self.guard(what))
+        self._loop.post(lambda: self.guard(what))
 
     def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
         """Runs `what` after a delay, guarded."""
-        self._call_later(delay_s, lambda: self.guard(what))
+        self._loop.call_later(delay_s, lambda: self.guard(what))
 
     def guard(self, what: Callable[[], None]) -> None:
-        """Runs `what`. An unexpected exception fails all requests, so that no rank waits for ever."""
+        """Runs `what` unless the restore is over. An unexpected exception fails all requests, so that no rank waits for
+        ever."""
+        if self.is_closed:
+            return
         try:
             what()
         except Exception as exc:
             log.exception("the agent made a mistake in handing out %s", self.identity)
-            for asked in [*self._waiting_requests, *self._requests_by_receiver.values()]:
-                self._requests_by_receiver[id(asked.receiver)] = asked
+            for asked in list(self._requests_by_receiver.values()):
                 text = f"{self.identity} cannot be handed out: {type(exc).__name__}: {exc}"
                 self._fail_request(asked, text, error=AgentError(text))  # The checkpoint itself may be good.
 
     def receive(self, origin: Origin, frames: Collection[int], offset: int) -> None:
         """Bytes that all of `frames` have lie in the window's cell at `offset`, which is the session's now."""
-        if self._closed:
-            return
         self._progress.advance()
-        for asked, mine in self._take_awaited(origin.number, frames):
+        for asked, mine in self._awaited.take(origin.number, frames).items():
             _send_region(asked, _WINDOW_REGION, self.window.arena)
             for frame in mine:
-                asked.given_frames[frame] = origin
-                self.window.begin_read(frame, offset, asked.receiver)
-            places = [[frame, _WINDOW_REGION, offset, int(self._lengths[frame])] for frame in sorted(mine)]
+                asked.given_frames[frame] = origin._replace(cell=offset)
+                self.window.begin_read(offset)
+            places = [[frame, _WINDOW_REGION, offset, self._length(frame)] for frame in sorted(mine)]
             asked.receiver.send({"t": "frame-places", "places": places})
         self.window.free_if_unread(offset)
 
     def receive_places(self, origin: Origin, frames: Collection[int], memory: Memory, first_region: int = 0) -> None:
         """The frames lie in that memory until the restore ends. `first_region`: the number of rank 0's arena."""
-        for asked, mine in self._take_awaited(origin.number, frames):
+        for asked, mine in self._awaited.take(origin.number, frames).items():
             at: list[list[int]] = []
             for frame in sorted(mine):
                 rank = int(memory.ranks[frame])
                 _send_region(asked, first_region + rank, memory.arenas[rank])
-                at.append([frame, first_region + rank, int(memory.offsets[frame]), int(self._lengths[frame])])
+                at.append([frame, first_region + rank, int(memory.offsets[frame]), self._length(frame)])
             asked.given_frames.update(dict.fromkeys(mine, origin))
             for first in range(0, len(at), FRAMES_PER_MESSAGE):
                 asked.receiver.send({"t": "frame-places", "places": at[first : first + FRAMES_PER_MESSAGE]})
 
     def receive_files(self, origin: Origin, files: FileList) -> None:
         """The ranks can read these files themselves."""
-        for asked, mine in self._take_awaited(origin.number, files.rows["frame"].tolist()):
+        for asked, mine in self._awaited.take(origin.number, files.rows["frame"].tolist()).items():
             asked.given_frames.update(dict.fromkeys(mine, origin))
             asked.receiver.send({"t": "frame-files"}, (), files.select_frames(mine).encode())
 
     def give(self, origin: Origin, asked: RankRequest, frames: Collection[int]) -> None:
         """The source gives these frames to that rank itself. `reject` takes back those that it did not."""
-        self._awaited.take(frames)
+        self._awaited.take(origin.number, frames)
         asked.given_frames.update(dict.fromkeys(frames, origin))
 
     def reject(self, asked: RankRequest, frames: Collection[int], error: BaseException) -> None:
@@ -250,37 +243,39 @@ class RestoreSession:
             log.info("%d frames of %s come from the next source: %s", len(lost), self.identity, error_text(error))
         for frame in lost:
             self._awaited.skip_source(frame, number)
-        for asked, mine in self._take_awaited(number, lost):
+        for asked, mine in self._awaited.take(number, lost).items():
             self._request_nearest(asked, mine, error)
         self.fetches.start()
 
     # -- inside
 
+    @property
+    def _waiting_requests(self) -> list[RankRequest]:
+        return [asked for asked in self._requests_by_receiver.values() if not asked.has_begun]
+
     def _begin_requests(self) -> None:
-        batch, self._waiting_requests = self._waiting_requests, []
-        if self._closed:
+        if self.is_closed:
             return
-        for asked in batch:
-            self._requests_by_receiver[id(asked.receiver)] = asked
+        batch = self._waiting_requests
         wanted = Counter(
             itertools.chain.from_iterable(asked.pending_frames for asked in self._requests_by_receiver.values())
         )
         for asked in batch:
+            asked.has_begun = True
+        for asked in batch:
             asked.contiguous_frames = {frame for frame in asked.contiguous_frames if wanted[frame] == 1}
             self._request_nearest(asked, set(asked.pending_frames))
             self._finish_if_complete(asked)
-        if self._reporting is None or self._reporting.is_settled:
-            self._reporting = spawn(self._report_progress())
+            spawn(self._report_progress(asked))
 
-    async def _report_progress(self) -> None:
-        """Tells waiting ranks, every REPORT_INTERVAL_S, that the restore advances: then a rank does not time out."""
+    async def _report_progress(self, asked: RankRequest) -> None:
+        """Tells a waiting rank, every REPORT_INTERVAL_S, that the restore advances: then the rank does not time out."""
         said = self._progress.count
         await sleep(self.call_later, REPORT_INTERVAL_S)
-        while not self._closed and self._requests_by_receiver:
+        while self._is_current(asked):
             if self._progress.count != said:
                 said = self._progress.count
-                for asked in self._requests_by_receiver.values():
-                    asked.receiver.send({"t": "progress"})
+                asked.receiver.send({"t": "progress"})
             await sleep(self.call_later, REPORT_INTERVAL_S)
 
     def _request_nearest(self, asked: RankRequest, frames: set[int], error: BaseException | None = None) -> None:
@@ -288,14 +283,14 @@ class RestoreSession:
         has."""
         if not self._is_current(asked):
             return
-        rest = self._awaited.join(frames, id(asked.receiver))
+        rest = self._awaited.join(frames, asked)
         for source in self.sources:
             able = self._awaited.possible_frames(rest, source.number)
             if not able or not self._is_current(asked):
                 continue
             taken = source.select(able, asked)
             rest -= taken
-            self._awaited.add(taken, source.number, id(asked.receiver))
+            self._awaited.add(taken, source.number, asked)
             if taken:
                 source.request(taken, asked)
         if rest:
@@ -305,18 +300,17 @@ class RestoreSession:
             what = f"frame {min(rest - self.unreached_frames or rest)} of {self.identity}"
             self._fail_request(asked, f"{what} {why}", rest, error)
 
-    def _take_awaited(self, number: int, frames: Collection[int]) -> list[tuple[RankRequest, set[int]]]:
-        """Ends the wait for those of the frames that are awaited from source `number`. Returns who waited for them."""
-        found = self._awaited.take(self._awaited.of_source(number, dict.fromkeys(frames)))
-        return [(self._requests_by_receiver[who], mine) for who, mine in found.items()]
-
     def _take_back(self, asked: RankRequest, frame: int) -> Origin | None:
         """The rank is done with a frame. Returns its origin; None if the rank was not given it."""
         origin = asked.given_frames.pop(frame, None)
         if origin is not None:
             self._progress.advance()
-            self.window.end_read(frame, asked.receiver)
+            if origin.cell is not None:
+                self.window.end_read(origin.cell)
         return origin
+
+    def _length(self, frame: int) -> int:
+        return int(self.manifest.frames["length"][frame])
 
     def _is_current(self, asked: RankRequest) -> bool:
         return self._requests_by_receiver.get(id(asked.receiver)) is asked

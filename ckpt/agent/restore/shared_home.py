@@ -55,12 +55,11 @@ class SharedHome:
     ) -> None:
         self.memory: LocalMemory | None = None
         self._session, self._transport, self._offer_name = session, transport, offer_name
-        self._identity, self._sharding, self._number = session.identity, sharding, number
+        self._sharding, self._number = sharding, number
         self._get_room_bytes, self._emit_event, self._report = room, tell, report
-        self._lengths = session.manifest.frames["length"].astype(np.int64)
-        self._passes = RecordPasses(session, session.manifest, open_reader, self._read, self._end_pass)
+        self._passes = RecordPasses(session, open_reader, self._read, self._end_pass)
         self._requests = ReadRequests()
-        self._has_reported_no_room = self._is_report_scheduled = self._closed = False
+        self._has_reported_no_room = self._is_report_scheduled = False
 
     def request(self, frames: Iterable[int], who: str) -> None:
         """Node `who` requests frames. Errors: AgentError if memory is short."""
@@ -74,8 +73,6 @@ class SharedHome:
         self._schedule_report()
 
     def close(self) -> None:
-        self._closed = True
-        self._passes.close()
         if self.memory is not None:
             self._transport.withdraw(self._offer_name)
             self._session.workers.close_arenas(self.memory.arenas.values())  # mapped while they are read or sent
@@ -85,7 +82,7 @@ class SharedHome:
 
     def _create_memory(self) -> LocalMemory:
         size, room = self._sharding.node_bytes[self._number], self._get_room_bytes()
-        if self._closed or size > room:
+        if self._session.is_closed or size > room:
             raise AgentError(f"{size >> 20} MiB to hold for all nodes, and {room >> 20} MiB may be taken for it")
         mine, offsets = self._sharding.frames_of(self._number), self._sharding.offsets
         frames = place_frames(self._session.manifest, mine, offsets[mine], size)
@@ -99,27 +96,28 @@ class SharedHome:
 
     def _report_no_room(self, why: str) -> None:
         """Emits the event once, however many nodes ask."""
-        if not self._has_reported_no_room and not self._closed:
+        if not self._has_reported_no_room and not self._session.is_closed:
             self._has_reported_no_room = True
-            what = f"the part of step {self._identity.version.step} that this node was to read for all"
+            identity = self._session.identity
+            what = f"the part of step {identity.version.step} that this node was to read for all"
             text = f"each node reads for itself {what}: {why}"
-            self._emit_event(Event("restore.unshared", text, False, {"identity": str(self._identity)}))
+            self._emit_event(Event("restore.unshared", text, False, {"identity": str(identity)}))
 
     def _read(self, reader: FrameReader, ours: dict[int, list[int]]) -> None:
         """On a worker, which starts further threads: reads frames into the memory."""
-        memory = self.memory
+        memory, lengths = self.memory, self._session.manifest.frames["length"]
         if memory is None:  # closed
             return
 
         def out(their: int) -> memoryview:
             frame = ours[their][0]
-            return memory.arenas[0].part((int(self._sharding.offsets[frame]), int(self._lengths[frame])))
+            return memory.arenas[0].part((int(self._sharding.offsets[frame]), int(lengths[frame])))
 
         def deliver(their: int) -> None:
             self._session.post(lambda: self._end_frame(ours[their][0], True))
 
         def failed(their: int, error: Exception) -> None:
-            log.warning("frame %d of %s cannot be read: %s", ours[their][0], self._identity, error)
+            log.warning("frame %d of %s cannot be read: %s", ours[their][0], self._session.identity, error)
 
         reader.read(ours, deliver, out, failed)
 
@@ -129,7 +127,7 @@ class SharedHome:
 
     def _end_pass(self, frames: list[int], error: BaseException | None) -> None:
         if error:
-            log.warning("%s cannot be read from the store for all nodes: %s", self._identity, error_text(error))
+            log.warning("%s cannot be read from the store for all nodes: %s", self._session.identity, error_text(error))
         for frame in frames:
             self._end_frame(frame, False)  # no effect if it was read
 
@@ -140,9 +138,8 @@ class SharedHome:
 
     def _report_reads(self) -> None:
         self._is_report_scheduled = False
-        if not self._closed:
-            for who, (here, lacking) in self._requests.take_reports(time.monotonic()).items():
-                self._report(who, here, lacking)
+        for who, (here, lacking) in self._requests.take_reports(time.monotonic()).items():
+            self._report(who, here, lacking)
 
 
 class ReadRequests:

@@ -24,7 +24,7 @@ from ckpt.errors import AgentError
 from ckpt.events import Event
 from ckpt.format.manifest import Manifest
 from ckpt.layout.read_sharding import Numbers, shard_reads
-from ckpt.types import OWN_NODE, Epoch, Identity
+from ckpt.types import OWN_NODE, Epoch
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
@@ -43,7 +43,6 @@ class SharedRead(FrameSource):
 
     def __init__(
         self,
-        identity: Identity,
         epoch: Epoch,
         manifest: Manifest,
         nodes: Sequence[NodeAt],
@@ -56,8 +55,8 @@ class SharedRead(FrameSource):
         """`nodes`: all nodes of the job, in the same order on each. `room`: bytes that this node may use for the shared
         memory until all ranks have restored. `tell`: emits an event. `only`: the frames to share; None: all."""
         self.network = network
-        self._identity, self._epoch, self._manifest = identity, epoch, manifest
-        self._nodes, self._open_reader, self._get_room_bytes, self._emit_event = list(nodes), open_reader, room, tell
+        self._epoch, self._nodes = epoch, list(nodes)
+        self._open_reader, self._get_room_bytes, self._emit_event = open_reader, room, tell
         self._number_by_node = {node.name: number for number, node in enumerate(nodes)}
         self._own_number = self._number_by_node[network.agent_name]
         self._sharding = shard_reads(manifest.frames, len(nodes), only)
@@ -100,8 +99,6 @@ class SharedRead(FrameSource):
 
     def close(self) -> None:
         self.home.close()
-        for client in self._clients.values():
-            client.close()
 
     # -- what other agents say
 
@@ -112,7 +109,7 @@ class SharedRead(FrameSource):
         frames = self._decode_frames(message.blobs[0] if message.blobs else b"")
         homes, first_equal = self._sharding.home_nodes, self._sharding.first_equal
         if any(homes[frame] != self._own_number or first_equal[frame] != frame for frame in frames):
-            raise AgentError(f"not all of these frames of {self._identity} are read here")
+            raise AgentError(f"not all of these frames of {self.session.identity} are read here")
         self.home.request(frames, channel.peer)
         channel.reply(int(message.fields["id"]), {"ready": True})
 
@@ -127,12 +124,12 @@ class SharedRead(FrameSource):
 
     @property
     def _offer_name(self) -> str:
-        return f"store/{self._epoch}/{self._identity}"
+        return f"store/{self._epoch}/{self.session.identity}"
 
     def _client(self, home: int) -> HomeClient:
         client = self._clients.get(home)
         if client is None:
-            fields = {"epoch": str(self._epoch), "identity": str(self._identity)}
+            fields = {"epoch": str(self._epoch), "identity": str(self.session.identity)}
             at = self._nodes[home], self._offer_name, self._sharding.frames_of(home)
             client = self._clients[home] = HomeClient(
                 self.session, self.network, *at, fields, self._dials, self._receive_frame, self._fail
@@ -142,7 +139,7 @@ class SharedRead(FrameSource):
     def _report(self, who: str, here: Sequence[int], lacking: Sequence[int]) -> None:
         """Tells a node which frames this node has read for it, or cannot have."""
         if who != OWN_NODE:
-            fields = {"t": "frames-read", "epoch": str(self._epoch), "identity": str(self._identity)}
+            fields = {"t": "frames-read", "epoch": str(self._epoch), "identity": str(self.session.identity)}
             self.network.notify(who, fields, [encode_frames(here), encode_frames(lacking)])
             return
         assert self.home.memory is not None
@@ -161,12 +158,12 @@ class SharedRead(FrameSource):
 
     def _decode_frames(self, blob: bytes) -> list[int]:
         """Errors: AgentError."""
-        count = len(self._manifest.frames)
+        count = len(self.session.manifest.frames)
         if len(blob) % 4 or len(blob) > 4 * count:
             raise AgentError("the numbers of frames are malformed")
         frames: list[int] = np.frombuffer(blob, "<u4").tolist()
         if frames and max(frames) >= count:
-            raise AgentError(f"{self._identity} has no frame {max(frames)}")
+            raise AgentError(f"{self.session.identity} has no frame {max(frames)}")
         return frames
 
 

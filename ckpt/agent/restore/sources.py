@@ -11,14 +11,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ckpt.agent.restore.direct_stream import DirectStreams
 from ckpt.agent.restore.peer_source import PeerSource
 from ckpt.agent.restore.rank_request import Origin, RankRequest
 from ckpt.agent.restore.restore_session import FrameSource, RestoreSession
 from ckpt.agent.restore.shared_read import SharedRead
 from ckpt.agent.restore.store_source import OpenReader, StoreSource
+from ckpt.agent.runtime.connections import Loop
 from ckpt.agent.runtime.memory_plan import WINDOW_BYTES
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.memory_checkpoint import Memory
@@ -46,8 +45,7 @@ def open_session(
     memory: Memory | None,
     open_reader: OpenReader | None,
     workers: Workers,
-    later: Callable[[float, Callable[[], None]], None],
-    post: Callable[[Callable[[], None]], None],
+    loop: Loop,
     window_bytes: int = WINDOW_BYTES,
     peers: PeerSource | None = None,
     fan: SharedRead | None = None,
@@ -61,9 +59,8 @@ def open_session(
         DirectStreams(peers) if peers is not None else None,
         peers,
         fan,
-        StoreSource(manifest, open_reader, folder) if open_reader is not None and folder is not None else None,
-        StoreSource(manifest, open_reader) if open_reader is not None else None,
+        StoreSource(open_reader, folder) if open_reader is not None and folder is not None else None,
+        StoreSource(open_reader) if open_reader is not None else None,
     ]
-    network = next((source.network for source in (peers, fan) if source is not None), None)
     known = [source for source in sources if source is not None]
-    return RestoreSession(identity, manifest, count, known, network, workers, later, post, window_bytes)
+    return RestoreSession(identity, manifest, count, known, workers, loop, window_bytes)

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpt.agent.restore.rank_request import Origin, RankRequest
 from ckpt.agent.restore.restore_session import FrameSource, RestoreSession
+from ckpt.agent.runtime.coroutines import Task, spawn, work_on
 from ckpt.agent.runtime.workers import Lane
 from ckpt.errors import CkptError
 from ckpt.format.manifest import Manifest
@@ -34,69 +34,58 @@ class RecordPasses:
     def __init__(
         self,
         session: RestoreSession,
-        manifest: Manifest,
         open_reader: OpenReader,
         work: Callable[[FrameReader, dict[int, list[int]]], None],
         ended: Callable[[list[int], BaseException | None], None],
     ) -> None:
-        self._session, self._manifest, self._open_reader = session, manifest, open_reader
-        self._work, self._on_ended = work, ended
+        self._session, self._open_reader, self._work, self._on_ended = session, open_reader, work, ended
         self._requested: set[int] = set()
-        self._is_running = self._closed = False
+        self._running: Task[None] | None = None
 
     def request(self, frames: Iterable[int]) -> None:
         self._requested.update(frames)
-        if self._is_running or self._closed or not self._requested:
-            return
-        now, self._requested, self._is_running = sorted(self._requested), set(), True
-        self._session.workers.run(
-            Lane.FRONT,
-            functools.partial(self._run, now),
-            lambda done: self._session.guard(functools.partial(self._end, now, done)),
-        )
+        if self._running is None or self._running.is_settled:
+            self._running = spawn(self._run(), self._session.guard)
 
-    def close(self) -> None:
-        self._closed = True
+    async def _run(self) -> None:
+        while self._requested:
+            frames, self._requested = sorted(self._requested), set()
+            error: Exception | None = None
+            try:
+                await work_on(self._session.workers, Lane.FRONT, functools.partial(self._read, frames))
+            except Exception as exc:
+                error = exc
+            requested = self._requested
+            if error:  # the next pass would fail, too
+                self._requested = set()
+            self._on_ended(sorted({*frames} | requested if error else {*frames} - requested), error)
 
-    def _run(self, frames: list[int]) -> None:
-        reader = self._open_reader()
+    def _read(self, frames: list[int]) -> None:
+        reader, manifest = self._open_reader(), self._session.manifest
         ours: dict[int, list[int]] = {}
-        for frame, their in zip(frames, same_frames(self._manifest, reader.record.manifest, frames), strict=True):
+        for frame, their in zip(frames, same_frames(manifest, reader.record.manifest, frames), strict=True):
             if their is not None:
                 ours.setdefault(their, []).append(frame)
         self._work(reader, ours)
-
-    def _end(self, frames: list[int], done: Future[None]) -> None:
-        self._is_running = False
-        if self._closed:
-            return
-        error, requested = done.exception(), self._requested
-        if error:  # the next pass would fail, too
-            self._requested = set()
-        self._on_ended(sorted({*frames} | requested if error else {*frames} - requested), error)
-        self.request(())
 
 
 class StoreSource(FrameSource):
     """The frames of one record: read through the window, or, in files of `folder`, by the ranks themselves."""
 
-    def __init__(self, manifest: Manifest, open_reader: OpenReader, folder: str | None = None) -> None:
-        self._manifest, self._open_reader, self._folder = manifest, open_reader, folder
+    def __init__(self, open_reader: OpenReader, folder: str | None = None) -> None:
+        self._open_reader, self._folder = open_reader, folder
         self._passes: RecordPasses
 
     def begin(self, session: RestoreSession, number: int) -> None:
         super().begin(session, number)
         work = self._read if self._folder is None else self._list_files
-        self._passes = RecordPasses(session, self._manifest, self._open_reader, work, self._end_pass)
+        self._passes = RecordPasses(session, self._open_reader, work, self._end_pass)
 
     def select(self, frames: set[int], asked: RankRequest) -> set[int]:
         return frames
 
     def request(self, frames: set[int], asked: RankRequest) -> None:
         self._passes.request(frames)
-
-    def close(self) -> None:
-        self._passes.close()
 
     # -- inside
 
@@ -111,7 +100,7 @@ class StoreSource(FrameSource):
         """On a worker: lists the files of these frames, for the ranks to read."""
         assert self._folder is not None
         theirs = {frame: their for their, frames in ours.items() for frame in frames}
-        files = FileList.from_record(self._folder, reader.record, self._manifest, theirs)
+        files = FileList.from_record(self._folder, reader.record, self.session.manifest, theirs)
         self.session.post(lambda: self.session.receive_files(self._origin, files))
 
     def _read(self, reader: FrameReader, ours: dict[int, list[int]]) -> None:

@@ -31,9 +31,7 @@ class Window:
         self._free_cells = list(range(self.cell_count))
         self._condition = threading.Condition()
         self._closed = False
-        # Reads under way: (frame, id of the receiver) -> offset of the cell, and their number by offset.
-        self._offsets_by_read: dict[tuple[int, int], int] = {}
-        self._read_counts: Counter[int] = Counter()
+        self._read_counts: Counter[int] = Counter()  # reads under way, by offset of the cell
 
     @property
     def arena(self) -> Arena:
@@ -69,21 +67,14 @@ class Window:
             self._free_cells.append(offset // self._cell_bytes)
             self._condition.notify()
 
-    def begin_read(self, frame: int, offset: int, receiver: object) -> None:
-        """A rank begins to read the frame in that cell, which was filled with it."""
-        self._offsets_by_read[frame, id(receiver)] = offset
+    def begin_read(self, offset: int) -> None:
+        """A rank begins to read a frame in that cell, which was filled with it."""
         self._read_counts[offset] += 1
 
-    def end_read(self, frame: int, receiver: object) -> None:
-        """A rank is done with the frame; no effect if the rank does not read it in the window."""
-        offset = self._offsets_by_read.pop((frame, id(receiver)), None)
-        if offset is not None:
-            self._read_counts[offset] -= 1
-            self.free_if_unread(offset)
-
-    def end_all_reads(self, receiver: object) -> None:
-        for frame in [frame for frame, who in self._offsets_by_read if who == id(receiver)]:
-            self.end_read(frame, receiver)
+    def end_read(self, offset: int) -> None:
+        """A rank is done with a frame in that cell."""
+        self._read_counts[offset] -= 1
+        self.free_if_unread(offset)
 
     def free_if_unread(self, offset: int) -> None:
         """Frees a filled cell unless a rank reads it."""

@@ -310,6 +310,8 @@ class Session:
     def post(self, what: Callable[[], None]) -> None:
         what()
 
+    guard = post
+
     def give(self, origin: Origin, asked: RankRequest, frames: set[int]) -> None:
         asked.given_frames.update(dict.fromkeys(frames, origin))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -108,8 +109,8 @@ class Start:
         nodes = [NodeAt(name, (), ()) for name in {name for each in holders for name in each}]
         self.peers = PeerSource(places, network, nodes)
         self.timers: list[Callable[[], None]] = []
-        later = lambda delay_s, what: self.timers.append(what)  # noqa: E731
-        services = turned.workers, later, turned.post, cells * int(made.manifest.frames["length"].max())
+        loop: Any = SimpleNamespace(post=turned.post, call_later=lambda delay_s, what: self.timers.append(what))
+        services = turned.workers, loop, cells * int(made.manifest.frames["length"].max())
         self.restore = open_session(STEP, made.manifest, count, None, open_record, *services, peers=self.peers)
         self.frames = list(range(len(made.manifest.frames)))
         self.total = int(made.manifest.frames["length"].sum())
@@ -186,7 +187,8 @@ def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_makes_
     start.restore.drop_request(gone)
     turned.until(lambda: start.carrier.coming)
     start.carrier.come()
-    offset = start.restore.window._offsets_by_read[0, id(slow)]
+    offset = start.restore._requests_by_receiver[id(slow)].given_frames[0].cell
+    assert offset is not None
     (region,) = slow.regions.values()
     assert bytes(region.view[offset : offset + FRAME_BYTES]) == start.bytes_of[0]
     start.restore.acknowledge_frames(slow, [0], [])

@@ -125,13 +125,10 @@ class Job:
                     None,
                     read,
                     each.workers,
-                    self.loop.call_later,
-                    self.loop.post,
+                    self.loop,
                     window_bytes,
                 ),
-                fan=SharedRead(
-                    IDENTITY, EPOCH, manifest(FRAMES), nodes, each.network, read, each.has_room, each.events.append
-                ),
+                fan=SharedRead(EPOCH, manifest(FRAMES), nodes, each.network, read, each.has_room, each.events.append),
             )
 
     def restore(self, *numbers: int, frames: Any = range(FRAMES)) -> list[Rank]:

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -89,6 +89,9 @@ class Loop(Turned):
         self.restore: RestoreSession
         self.ranks: list[Rank] = []
 
+    def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
+        self.timers.append(what)
+
     def rank(self, kind: type[Rank] = Rank) -> Rank:
         self.ranks.append(kind(self.post, self))
         return self.ranks[-1]
@@ -103,8 +106,8 @@ class Loop(Turned):
         self, count: int, reader: Reader | Failing | None, world: int = 1, window_bytes: int = 1 << 20
     ) -> RestoreSession:
         self.restore = open_session(
-            *(IDENTITY, manifest(count), world, None, (lambda: reader) if reader else None),
-            *(self.workers, lambda delay_s, what: self.timers.append(what), self.post, window_bytes),
+            *(IDENTITY, manifest(count), world, None, (lambda: reader) if reader else None, self.workers),
+            *(cast(Any, self), window_bytes),
         )
         return self.restore
 
@@ -139,6 +142,18 @@ def test_a_rank_that_comes_alone_is_served_when_the_others_do_not_come(loop: Loo
     restore.request(rank, [1, 2])
     assert rank.outcome is None
     loop.timers.pop()()
+    assert loop.ended(rank)["ok"]
+    assert set(rank.got) == {1, 2}
+
+
+def test_a_rank_is_served_in_time_though_the_one_that_came_before_it_is_gone(loop: Loop) -> None:
+    restore = loop.begin(10, Reader(Source(manifest(10))), world=3)
+    gone, rank = loop.rank(), loop.rank()
+    for each in (gone, rank):
+        restore.request(each, [1, 2])
+    restore.drop_request(gone)
+    for what in list(loop.timers):
+        what()
     assert loop.ended(rank)["ok"]
     assert set(rank.got) == {1, 2}
 
@@ -268,8 +283,7 @@ class Reading(Rank):
 
 def of_folder(loop: Loop, reader: Any, world: int = 1) -> RestoreSession:
     loop.restore = open_session(
-        *(IDENTITY, manifest(10), world, None, lambda: reader, loop.workers),
-        *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
+        *(IDENTITY, manifest(10), world, None, lambda: reader, loop.workers, cast(Any, loop), 1 << 20),
         folder="/store",
     )
     return loop.restore
