@@ -768,6 +768,7 @@ def run(seed: int) -> Sim:
         sim.after(0.0, sim.rejoin, rank)
     sim.last_step = 1 << 30
     sim.run_until(sim.now_s + 3.0)  # the last late message has landed
+    sim.decide()  # an agent decides again after each action, and what was just freed is closed then
     sim.check_arenas()
     before = len(sim.completed)
     sim.last_step = max(r.step for r in sim.ranks) + 15
