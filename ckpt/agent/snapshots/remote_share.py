@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.errors import AgentError
@@ -158,11 +159,10 @@ class RemoteShare:
         """The ranks leave because of this notice of that node's machine."""
         self.notify({"t": "notice-answered", "source": source, "key": key})
 
-    def acknowledge_event(self, source: str, key: str, then: Callable[[str], None]) -> None:
-        """Has that node's agent acknowledge a planned event. `then` hears "" if the source agreed, else the error."""
-        self._request(
-            {"t": "notice-answered", "source": source, "key": key}, (), lambda _: None, None, lambda _, e: then(e)
-        )
+    async def acknowledge_event(self, source: str, key: str) -> None:
+        """Has that node's agent acknowledge a planned event. Errors: AgentError, also if the source did not agree."""
+        fields = {"t": "notice-answered", "source": source, "key": key, "epoch": str(self._epoch)}
+        await self._network.request(self.name, fields)
 
     def drop(self) -> None:
         if not self.is_dropped:
@@ -243,7 +243,7 @@ class RemoteShare:
                     error = f"agent {self.name} has answered {fields['t']} with what cannot be read: {exc!r:.500}"
             then(result, error)
 
-        self._network.request(self.name, {**fields, "epoch": str(self._epoch)}, blobs, answered)
+        start(self._network.request(self.name, {**fields, "epoch": str(self._epoch)}, blobs), answered)
 
 
 @dataclass(frozen=True, slots=True)
