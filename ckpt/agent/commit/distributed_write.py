@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.agent.commit.store_client import StoreClient
+from ckpt.agent.runtime.coroutines import sleep, spawn
 from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.clock import Clock, SystemClock
-from ckpt.errors import AgentError
+from ckpt.errors import AgentError, CkptError
 from ckpt.ipc.arena import Arena
 
 if TYPE_CHECKING:
@@ -40,12 +41,10 @@ SLOWDOWN_MAX = 3.0  # times the slowest written part: encoding and uploading var
 
 # Returns the nodes that keep a replica of the named node's part, best first.
 FindHolders = Callable[[str], Sequence[str]]
-# Called with what was written, or with None and the reason.
-OnWritten = Callable[["Written | None", str], None]
-# Has a node write frames. Arguments: its name ("" for this node), the frames, `cancel`, the callback. A node without a
-# verified replica refuses. `cancel`: set once nobody waits for the result. This node then stops its puts at once. Other
-# nodes are told only if the whole commit is given up (see give_up).
-RequestWrite = Callable[[str, WriteRequest, threading.Event, OnWritten], None]
+# Has a node write frames. Given: its name ("" for this node), the frames, `cancel`. Errors: CkptError. A node without
+# a verified replica refuses. `cancel`: set once nobody waits for the result. This node then stops its puts at once.
+# Other nodes are told only if the whole commit is given up (see give_up).
+RequestWrite = Callable[[str, WriteRequest, threading.Event], Awaitable["Written"]]
 
 
 def overdue_s(written: Sequence[tuple[float, int]], nbytes: int, margin_s: float) -> float:
@@ -174,35 +173,37 @@ class DistributedWrite:
 
     def _begin_part(self, part: _Part) -> None:
         if not self._is_over:
-            self._assign_part(part, part.owner)
+            spawn(self._assign_part(part, part.owner))
 
-    def _assign_part(self, part: _Part, name: str) -> None:
-        def answered(result: Written | None, error: str) -> None:
-            part.pending_nodes.discard(name)
-            if part.future.done() or self._is_over:
-                return  # another node was first, or nobody waits any more
-            if result is not None:
-                part.cancel.set()
-                part.future.set_result(result)
-                self._record_written(part.nbytes)
-                return
-            why = f"{_node_label(name)} has not written {'its' if name == part.owner else 'that'} part: {error}"
-            if name == part.owner:
-                part.error = why
-                # All are asked, also those that had no replica while the owner was only slow.
-                part.next_nodes = self._other_holders(part)
-                if part.pending_nodes:
-                    return
-            self._assign_next_holder(part, why)
-
+    async def _assign_part(self, part: _Part, name: str) -> None:
         part.pending_nodes.add(name)
-        self._request_write(name, part.request, part.cancel, answered)
+        written, error = None, ""
+        try:
+            written = await self._request_write(name, part.request, part.cancel)
+        except CkptError as exc:
+            error = str(exc)
+        part.pending_nodes.discard(name)
+        if part.future.done() or self._is_over:
+            return  # another node was first, or nobody waits any more
+        if written is not None:
+            part.cancel.set()
+            part.future.set_result(written)
+            self._record_written(part.nbytes)
+            return
+        why = f"{_node_label(name)} has not written {'its' if name == part.owner else 'that'} part: {error}"
+        if name == part.owner:
+            part.error = why
+            # All are asked, also those that had no replica while the owner was only slow.
+            part.next_nodes = self._other_holders(part)
+            if part.pending_nodes:
+                return
+        self._assign_next_holder(part, why)
 
     def _assign_next_holder(self, part: _Part, why: str) -> None:
         """Asks the next holder. If there is none, the owner is waited for, or the part has failed."""
         if part.next_nodes:
             log.warning("%s; another node that has a copy writes it", why)
-            self._assign_part(part, part.next_nodes.pop(0))
+            spawn(self._assign_part(part, part.next_nodes.pop(0)))
         elif not part.pending_nodes:
             part.future.set_exception(AgentError(part.error))
 
@@ -215,17 +216,18 @@ class DistributedWrite:
             return
         self._written.append((self._elapsed_s, nbytes))
         for part in self._parts if len(self._written) == 1 else ():
-            self._check_overdue(part)
+            spawn(self._watch_part(part))
 
-    def _check_overdue(self, part: _Part) -> None:
-        if self._is_over or part.future.done() or part.error:
-            return
-        due_s = overdue_s(self._written, part.nbytes, self._margin_s)
-        if (left_s := due_s - self._elapsed_s) > 0:
-            self._call_later(left_s, lambda: self._check_overdue(part))
-            return
-        part.next_nodes = self._other_holders(part)
-        self._assign_next_holder(part, f"{_node_label(part.owner)} takes longer than {due_s:.1f} s for its part")
+    async def _watch_part(self, part: _Part) -> None:
+        """Asks another holder once the part is overdue. That time moves with each part that is written."""
+        while not (self._is_over or part.future.done() or part.error):
+            due_s = overdue_s(self._written, part.nbytes, self._margin_s)
+            if (left_s := due_s - self._elapsed_s) <= 0:
+                part.next_nodes = self._other_holders(part)
+                why = f"{_node_label(part.owner)} takes longer than {due_s:.1f} s for its part"
+                self._assign_next_holder(part, why)
+                return
+            await sleep(self._call_later, left_s)
 
     @property
     def _elapsed_s(self) -> float:

@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
-from ckpt.agent.runtime.workers import failure
+from ckpt.agent.runtime.coroutines import Coro
+from ckpt.errors import CkptError
 from ckpt.policy.export_rule import ExportRule
 from ckpt.types import Identity
-
-# Runs `work` in the lane of exports, then the callback on the main thread.
-Run = Callable[[Callable[[], "float | None"], Callable[[Future["float | None"]], None]], None]
 
 
 class Exports:
     """Main thread only. `export(rule, identity, is_wanted)`: writes an export if it is due, or in any case if
-    `is_wanted`; returns whether it wrote one."""
+    `is_wanted`; returns whether it wrote one. Errors: CkptError."""
 
     def __init__(
         self,
         rule: ExportRule,
-        export: Callable[[ExportRule, Identity, bool], bool],
-        run: Run,
+        export: Callable[[ExportRule, Identity, bool], Coro[bool]],
+        spawn: Callable[[Coro[None]], None],
         emit: Callable[..., None],
     ) -> None:
         self.rule = rule
         self._export = export
-        self._run = run
+        self._spawn = spawn
         self._emit = emit
         self._is_running = False
         self._waiting: tuple[Identity, bool] | None = None  # the newest one that waits, and whether it is wanted
@@ -60,24 +57,22 @@ class Exports:
                 self._waiting = identity, is_wanted
             return
         self._is_running = True
-        began_s = time.monotonic()
+        self._spawn(self._run(identity, is_wanted))
 
-        def work() -> float | None:
-            return time.monotonic() - began_s if self._export(self.rule, identity, is_wanted) else None
-
-        self._run(work, lambda done: self._on_done(identity, done))
-
-    def _on_done(self, identity: Identity, done: Future[float | None]) -> None:
-        self._is_running = False
-        step, path = identity.version.step, self.rule.place(identity.version.step)
+    async def _run(self, identity: Identity, is_wanted: bool) -> None:
+        began_s, step = time.monotonic(), identity.version.step
+        path = self.rule.place(step)
         facts = {"identity": str(identity), "path": path}
-        if error := failure(done):
-            self._emit("export.failed", f"step {step} was not exported to {path}: {error}", True, facts)
-        elif (seconds := done.result()) is not None:
-            self._emit("export.done", f"step {step} is exported to {path}", False, {**facts, "seconds": seconds})
+        try:
+            if await self._export(self.rule, identity, is_wanted):
+                done = {**facts, "seconds": time.monotonic() - began_s}
+                self._emit("export.done", f"step {step} is exported to {path}", False, done)
+        except CkptError as exc:
+            self._emit("export.failed", f"step {step} was not exported to {path}: {exc}", True, facts)
+        self._is_running = False
         if self._waiting is not None:
-            (identity, is_wanted), self._waiting = self._waiting, None
-            self._request(identity, is_wanted)
+            waiting, self._waiting = self._waiting, None
+            self._request(*waiting)
         else:
             then, self._then = self._then, lambda: None
             then()

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.job.job_context import RankTable
 from ckpt.agent.net.progress import LongRequest
+from ckpt.agent.runtime.coroutines import Coro, start
 from ckpt.agent.runtime.event_loop import Peer
-from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.snapshots.local_share import LocalShare
-from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.agent.snapshots.remote_share import encode_parts
 from ckpt.agent.state.step_timing import REPORT_DELAY_S
 from ckpt.errors import AgentError
@@ -24,6 +23,8 @@ from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
+
+Answer = tuple[dict[str, Any], Sequence[bytes]]  # the fields and the blobs
 
 
 @dataclass(slots=True)
@@ -186,32 +187,40 @@ class ShareServer:
     def _plan_memory(self, channel: Channel, message: Message) -> None:
         fields, sizes = message.fields, self._parse_sizes(message)
         slots, limit = int(fields["slots"]), int(fields["limit_bytes"]) if fields["limit_bytes"] is not None else None
-        request = self._begin(channel, message)
 
-        def planned(plan: MemoryPlan | None, error: str) -> None:
-            request.answer({"plan": plan.table() if plan is not None else None}, error)
+        async def plan() -> Answer:
+            return {"plan": (await self._share.plan_memory(sizes, slots, limit)).table()}, ()
 
-        self._share.plan_memory(sizes, slots, limit, planned)
+        self._answer(channel, message, plan())
 
     def _make_arenas(self, channel: Channel, message: Message) -> None:
         slot, sizes = int(message.fields["slot"]), self._parse_sizes(message)
-        request = self._begin(channel, message)
-        self._share.make_arenas(slot, sizes, lambda made, error: request.answer({"sizes": list(made.items())}, error))
+
+        async def make() -> Answer:
+            return {"sizes": list((await self._share.make_arenas(slot, sizes)).items())}, ()
+
+        self._answer(channel, message, make())
 
     def _hash_snapshots(self, channel: Channel, message: Message) -> None:
         fields = message.fields
         known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
         slot, identity = int(fields["slot"]), Identity.parse(str(fields["identity"]))
-        request = self._begin(channel, message)
 
-        def hashed(parts: list[StagedPart], error: str) -> None:
-            declared = self._share.reader.encoded_declarations()
-            request.answer({}, error, [] if error else [encode_parts(parts, known, declared)])
+        async def hash_all() -> Answer:
+            parts = await self._share.hash_snapshots(slot, identity)
+            return {}, [encode_parts(parts, known, self._share.reader.encoded_declarations())]
 
-        self._share.hash_snapshots(slot, identity, hashed)
+        self._answer(channel, message, hash_all())
 
-    def _begin(self, channel: Channel, message: Message) -> LongRequest:
-        return LongRequest(channel, message, self._share.progress, self._later)
+    def _answer(self, channel: Channel, message: Message, work: Coro[Answer]) -> None:
+        """Answers a request with what `work` returns, or refuses it with the error of `work`."""
+        request = LongRequest(channel, message, self._share.progress, self._later)
+
+        def answer(found: Answer | None, error: str) -> None:
+            body, blobs = found or ({}, ())
+            request.answer(body, error, blobs)
+
+        start(work, answer)
 
     def _parse_sizes(self, message: Message) -> dict[int, int]:
         sizes = {int(rank): int(size) for rank, size in message.fields["sizes"]}

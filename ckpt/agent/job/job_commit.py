@@ -7,26 +7,28 @@ fact of the scheduler. Everything here runs on the agent's main thread.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, write_part
+from ckpt.agent.commit.distributed_write import DistributedWrite, write_part
 from ckpt.agent.commit.exports import Exports
 from ckpt.agent.commit.job_options import option_fields
 from ckpt.agent.commit.orphan_commit import check_due
 from ckpt.agent.job.job_context import JobContext, JobPolicy
 from ckpt.agent.job.job_replication import JobReplication
-from ckpt.agent.runtime.workers import Lane, failure, outcome
+from ckpt.agent.runtime.coroutines import sleep
+from ckpt.agent.runtime.workers import Lane, error_text
 from ckpt.agent.snapshots.candidates import MemoryEpoch, find_candidates
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest
 from ckpt.agent.state.cost_model import ABOUT, COSTS
-from ckpt.errors import Superseded, TransientError, Unsettled
+from ckpt.errors import AgentError, CkptError, Superseded, TransientError, Unsettled
 from ckpt.policy.export_rule import ExportRule
 from ckpt.policy.save_options import Keep
 from ckpt.types import Identity, format_count
@@ -50,7 +52,6 @@ class JobCommits:
         self._pending_close_reason = ""  # the reason to close the epoch once the claim has settled
         self._distributed_write: DistributedWrite | None = None  # of the newest commit, with several nodes
         self._cancel = threading.Event()  # of the newest commit
-        self._heartbeat_count = 0
         self._exports: Exports | None = None
 
     # -- one commit
@@ -79,7 +80,7 @@ class JobCommits:
                 check_due(store, claim, checkpoint.identity)
             return store.commit(claim, checkpoint, options, about, elsewhere, cancel)
 
-        context.run(Lane.COMMIT, commit, lambda done: self._on_commit_done(slot, checkpoint.identity, done))
+        context.spawn(self._commit(slot, checkpoint.identity, commit))
 
     def _prepare_distributed_write(self, checkpoint: MemoryCheckpoint) -> DistributedWrite:
         """The distributed write of this commit: each node writes its own frames, or a holder of replicas does."""
@@ -90,9 +91,9 @@ class JobCommits:
         what = checkpoint, self._context.options, ranks, find_holders or (lambda name: ()), write
         return DistributedWrite(*what, services.server.post, services.server.call_later, services.heartbeat_s)
 
-    def _write_part(
-        self, checkpoint: MemoryCheckpoint, name: str, wanted: WriteRequest, cancel: threading.Event, then: OnWritten
-    ) -> None:
+    async def _write_part(
+        self, checkpoint: MemoryCheckpoint, name: str, wanted: WriteRequest, cancel: threading.Event
+    ) -> Written:
         """Has the part written by that node: its own one, or one that holds a replica of it. A memory-only node has no
         share in the job. Parameters: see distributed_write.RequestWrite."""
         context, network = self._context, self._context.services.network()
@@ -100,25 +101,20 @@ class JobCommits:
             node = context.shares.remote_shares.get(name) or RemoteShare(
                 network, name, context.epoch, context.world, ()
             )
-            node.write_frames(wanted, then)
-            return
+            return await node.write_frames(wanted)
         replicas, ranks = context.services.replicas, set(np.unique(wanted.ranks).tolist())
         is_own = ranks <= checkpoint.arenas.keys()
         arenas = checkpoint.arenas if is_own else replicas.kept.arenas_of(wanted.identity)
         if not ranks <= arenas.keys():
-            then(None, "it has no copies of them")
-            return
-
-        def written(done: Future[Written]) -> None:
-            if not is_own:
-                replicas.arenas.release(wanted.identity)
-            then(*outcome(done))
-
-        if not is_own:
-            replicas.arenas.lease(wanted.identity)  # a newer checkpoint may be replicated meanwhile
-        # Not in the COMMIT lane, which waits for it.
-        lane = Lane.PART if is_own else Lane.MEMORY
-        context.run(lane, lambda: write_part(self._store, wanted, arenas, cancel=cancel), written)
+            raise AgentError("it has no copies of them")
+        write = functools.partial(write_part, self._store, wanted, arenas, cancel=cancel)
+        if is_own:
+            return await context.run_on(Lane.PART, write)  # not in the COMMIT lane, which waits for it
+        replicas.arenas.lease(wanted.identity)  # a newer checkpoint may be replicated meanwhile
+        try:
+            return await context.run_on(Lane.MEMORY, write)
+        finally:
+            replicas.arenas.release(wanted.identity)
 
     def abandon(self) -> None:
         """Abandons the distributed write, since the agent ends: its results are not handled any more, and the
@@ -136,16 +132,21 @@ class JobCommits:
         for name in self._distributed_write.give_up():
             network.notify(name, {"t": "withdraw", "identity": identity, "writes": True})
 
-    def _on_commit_done(self, slot: int, identity: Identity, done: Future[Committed]) -> None:
-        context, error, is_cancelled = self._context, failure(done), self._cancel.is_set()
+    async def _commit(self, slot: int, identity: Identity, commit: Callable[[], Committed]) -> None:
+        context, result, failure = self._context, None, None
+        try:
+            result = await context.work_on(Lane.COMMIT, commit)
+        except Exception as exc:
+            failure = exc
+        error, is_cancelled = error_text(failure), self._cancel.is_set()
         if error and is_cancelled:
             error = "it was given up for that of the last step, which would have come too late"
-        self._check_superseded(done, error)
+        self._check_superseded(failure, error)
         # Reported before any waiting rank goes on, since that rank's run report counts it.
-        if not error:
-            self._report(identity, done.result())
-        context.scheduler.commits.record_commit(slot, error, time.monotonic(), passes=_is_transient(done.exception()))
-        took = None if error else (done.result().seconds, done.result().stored_bytes)
+        if result is not None:
+            self._report(identity, result)
+        context.scheduler.commits.record_commit(slot, error, time.monotonic(), passes=_is_transient(failure))
+        took = (result.seconds, result.stored_bytes) if result is not None else None
         own = context.shares.local_share
         self._policy.cost_model.record_commit_end(own.slowest_entered_s(), own.slowest_step(), took)
         self._policy.apply()
@@ -154,12 +155,12 @@ class JobCommits:
             context.emit("commit.failed", f"step {identity.version.step} was not committed: {error}", True)
         elif self._exports is not None:
             self._exports.note_commit(identity)
-        if not error or (not is_cancelled and _may_be_full(done.exception())):
+        if not error or (not is_cancelled and _may_be_full(failure)):
             self.prune()
 
-    def _check_superseded(self, done: Future[Any], error: str) -> None:
+    def _check_superseded(self, failure: BaseException | None, error: str) -> None:
         """If the store has shown that a newer start owns the run, nothing more is committed."""
-        if isinstance(done.exception(), Superseded):
+        if isinstance(failure, Superseded):
             self._context.scheduler.supersede(error)
             self._context.scheduler.commits.stop()
 
@@ -183,73 +184,83 @@ class JobCommits:
 
     def set_up_exports(self, rule: ExportRule | None) -> None:
         if rule is not None and (self._exports is None or self._exports.rule != rule):
-            run = functools.partial(self._context.run, Lane.EXPORT)
-            self._exports = Exports(rule, self._store.export, run, self._context.emit)
+            self._exports = Exports(rule, self._export, self._context.spawn, self._context.emit)
+
+    async def _export(self, rule: ExportRule, identity: Identity, is_wanted: bool) -> bool:
+        return await self._context.run_on(Lane.EXPORT, lambda: self._store.export(rule, identity, is_wanted))
 
     def prune(self) -> None:
         """Prunes the store by the user's rule, if there is one."""
-        keep, store, epoch = self._context.options.keep, self._store, self._context.epoch
-        if keep != Keep() and not self._context.scheduler.facts.superseded_by and store.is_claimed(epoch):
+        context, keep = self._context, self._context.options.keep
+        if keep != Keep() and not context.scheduler.facts.superseded_by and self._store.is_claimed(context.epoch):
             self.pending_prunes += 1
-            self._context.run(Lane.COMMIT, lambda: store.prune(epoch, keep), self._on_prune_done)
+            context.spawn(self._prune(keep))
 
-    def _on_prune_done(self, done: Future[dict[str, Any]]) -> None:
-        self.pending_prunes -= 1
-        if error := failure(done):
-            self._context.emit("prune.failed", f"old checkpoints could not be pruned now: {error}", True)
+    async def _prune(self, keep: Keep) -> None:
+        context = self._context
+        try:
+            await context.run_on(Lane.COMMIT, lambda: self._store.prune(context.epoch, keep))
+        except CkptError as exc:
+            context.emit("prune.failed", f"old checkpoints could not be pruned now: {exc}", True)
+        finally:
+            self.pending_prunes -= 1
 
     def report_newest_stored(self, claim: Claim) -> None:
         """Shows the newest checkpoint in the store of this epoch or its ancestors: this agent has committed none."""
-        store, account = self._store, self._context.services.account
         # Now: the answer may come within this turn, before the account hears of the job.
-        account.adopt_epoch(claim.epoch, claim.parent.version if claim.parent is not None else None)
+        parent = claim.parent.version if claim.parent is not None else None
+        self._context.services.account.adopt_epoch(claim.epoch, parent)
+        self._context.spawn(self._show_newest_stored(claim))
 
+    async def _show_newest_stored(self, claim: Claim) -> None:
         def find() -> Identity | None:
-            line = find_candidates(store.open_run(impatient=True).view(), [MemoryEpoch(claim, ())])
+            line = find_candidates(self._store.open_run(impatient=True).view(), [MemoryEpoch(claim, ())])
             return next((each.identity for each in line if each.records and each.identity.epoch <= claim.epoch), None)
 
-        def found(done: Future[Identity | None]) -> None:
-            if error := failure(done):
-                log.warning("what the store has is not known now, and is shown once something is committed: %s", error)
-            elif (identity := done.result()) is not None:
-                account.record_level("store", identity.epoch, identity.version)
-
-        self._context.run(Lane.STORE, find, found)
+        try:
+            identity = await self._context.run_on(Lane.STORE, find)
+        except CkptError as exc:
+            log.warning("what the store has is not known now, and is shown once something is committed: %s", exc)
+            return
+        if identity is not None:
+            self._context.services.account.record_level("store", identity.epoch, identity.version)
 
     # -- the epoch
 
     def begin_epoch(self, claim: Claim) -> None:
         """Puts the claim into the store, and heartbeats from now on."""
         self._is_claiming = True
-        self._context.run(Lane.STORE, lambda: self._store.claim(claim), self._on_claim_done)
-        self._context.call_later(self._context.services.heartbeat_s, self.send_heartbeat)
+        self._context.spawn(self._put_claim(claim))
+        self._context.spawn(self._put_heartbeats())
 
-    def _on_claim_done(self, done: Future[None]) -> None:
-        error = failure(done)
+    async def _put_claim(self, claim: Claim) -> None:
+        failure = None
+        try:
+            await self._context.work_on(Lane.STORE, lambda: self._store.claim(claim))
+        except Exception as exc:
+            failure = exc
         self._is_claiming = False
         if self._pending_close_reason:
             self.close_epoch(self._pending_close_reason)
-        self._check_superseded(done, error)
-        if error and not isinstance(done.exception(), Superseded):
+        error = error_text(failure)
+        self._check_superseded(failure, error)
+        if error and not isinstance(failure, Superseded):
             message = f"the store did not take the claim of this start, which is tried again before a commit: {error}"
             self._context.emit("claim.postponed", message, True)
 
-    def send_heartbeat(self) -> None:
-        """Puts heartbeats into the store as long as the epoch is alive."""
-        context, scheduler = self._context, self._context.scheduler
-        if context.is_dropped or context.internal_error or scheduler.facts.all_gone or scheduler.facts.superseded_by:
-            return
-        self._heartbeat_count += 1
-        count = self._heartbeat_count
-        context.run(Lane.STORE, lambda: self._store.heartbeat(context.epoch, count), self._on_heartbeat_sent)
-
-    def _on_heartbeat_sent(self, done: Future[None]) -> None:
-        error = failure(done)
-        self._check_superseded(done, error)
-        if error:
-            log.info("no heartbeat: %s", error)
-        # Not before: a slow store would only get several that say the same.
-        self._context.call_later(self._context.services.heartbeat_s, self.send_heartbeat)
+    async def _put_heartbeats(self) -> None:
+        """Puts heartbeats into the store as long as the epoch is alive. The next one waits for the last: a slow store
+        would only get several that say the same."""
+        context, facts = self._context, self._context.scheduler.facts
+        for count in itertools.count(1):
+            await sleep(context.services.server.call_later, context.services.heartbeat_s)
+            if context.is_dropped or context.internal_error or facts.all_gone or facts.superseded_by:
+                return
+            try:
+                await context.work_on(Lane.STORE, functools.partial(self._store.heartbeat, context.epoch, count))
+            except Exception as exc:
+                self._check_superseded(exc, error_text(exc))
+                log.info("no heartbeat: %s", error_text(exc))
 
     def close_epoch(self, reason: str) -> None:
         """Closes the epoch, after a claim under way has settled: a claim that lands later would leave an epoch open for
@@ -263,12 +274,15 @@ class JobCommits:
             parent = context.claim.parent if context.claim is not None else None
             exports.finish(parent, lambda: self.close_epoch(reason))
             return
-        context.run(Lane.STORE, lambda: self._store.close_epoch(context.epoch, reason), self._on_epoch_closed)
+        context.spawn(self._close(reason))
 
-    def _on_epoch_closed(self, done: Future[None]) -> None:
-        if error := failure(done):
-            log.warning("epoch %s could not be closed in the store: %s", self._context.epoch, error)
-        self._context.scheduler.leave_requests.record_close()
+    async def _close(self, reason: str) -> None:
+        context = self._context
+        try:
+            await context.run_on(Lane.STORE, lambda: self._store.close_epoch(context.epoch, reason))
+        except CkptError as exc:
+            log.warning("epoch %s could not be closed in the store: %s", context.epoch, exc)
+        context.scheduler.leave_requests.record_close()
 
 
 def _is_transient(error: BaseException | None) -> bool:

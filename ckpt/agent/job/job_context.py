@@ -8,7 +8,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
@@ -20,6 +19,7 @@ from ckpt.agent.preemption.notice_listener import NoticeListeners
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.coroutines import Coro, Promise, run_on, spawn, work_on
 from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.agent.runtime.workers import MESSAGE_MAX, Lane, Workers
 from ckpt.agent.scheduler.scheduler import Scheduler
@@ -203,9 +203,17 @@ class JobContext:
         """`then`, run under `guard`."""
         return lambda *given, **named: self.guard(lambda: then(*given, **named))
 
-    def run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
-        """Runs `work` on a worker thread, then `then` under `guard`."""
-        self.services.workers.run(lane, work, self.guarded(then))
+    def spawn(self, coroutine: Coro[None]) -> None:
+        """Starts a task of this job, each step of which runs under `guard`."""
+        spawn(coroutine, self.guard)
+
+    def work_on(self, lane: Lane, work: Callable[[], T]) -> Promise[T]:
+        """Runs `work` on a worker thread. Errors: those of `work`."""
+        return work_on(self.services.workers, lane, work)
+
+    def run_on(self, lane: Lane, work: Callable[[], T]) -> Coro[T]:
+        """Runs `work` on a worker thread. Errors: CkptError, also for any other error of `work`."""
+        return run_on(self.services.workers, lane, work)
 
     def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
         self.services.server.call_later(delay_s, self.guarded(what))

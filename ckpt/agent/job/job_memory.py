@@ -6,19 +6,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from ckpt.agent.job.job_context import JobContext, JobPolicy
 from ckpt.agent.job.job_replication import JobReplication
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
+from ckpt.agent.runtime.coroutines import Coro
 from ckpt.agent.runtime.memory_plan import SLOTS, MemoryPlan, make_table, slots_for
-from ckpt.agent.runtime.workers import Lane, failure
+from ckpt.agent.runtime.workers import Lane
 from ckpt.agent.snapshots.division import Division, make_division
-from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, StagedPart, assemble_checkpoint
+from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, assemble_checkpoint
 from ckpt.agent.snapshots.replica_check import ReplicaCheck
 from ckpt.agent.state.memory_pressure import PERIOD_S
+from ckpt.errors import CkptError
 from ckpt.events import Event
 from ckpt.ipc.control_page import SLOTS_MAX
 from ckpt.types import Identity, Version, format_count
@@ -37,7 +38,7 @@ class JobDivision:
     `newest`: the division in force; None: none yet. `plan_memory`: called with the number of the layouts and a new
     division; the division is in force once `adopt` is called."""
 
-    def __init__(self, context: JobContext, plan_memory: Callable[[int, Division], None]) -> None:
+    def __init__(self, context: JobContext, plan_memory: Callable[[int, Division], Coro[None]]) -> None:
         self.newest: Division | None = None
         self._context, self._plan_memory = context, plan_memory
         self._awaits_layouts = False  # a division waits for other ranks' layouts of the same version
@@ -51,21 +52,19 @@ class JobDivision:
         if self._awaits_layouts:
             context.call_later(LAYOUTS_WAIT_S, lambda: self.make(patient=False) if self._awaits_layouts else None)
             return
+        context.spawn(self._divide())
+
+    async def _divide(self) -> None:
+        context = self._context
         number, before = context.scheduler.arenas.layouts_version, self.newest
         ranks, distrusted = [each.contents for each in context.connections], self._replica_check.differing
-        context.run(
-            Lane.MEMORY, lambda: make_division(ranks, before, distrusted), lambda done: self._on_made(number, done)
-        )
-
-    def _on_made(self, number: int, done: Future[Division]) -> None:
-        context = self._context
-        if context.is_dropped:
-            return
-        if error := failure(done):
-            context.emit("division.failed", f"the state cannot be divided among the ranks: {error}", True)
-            context.scheduler.arenas.record_division_failure(number, error)
+        try:
+            made = await context.run_on(Lane.MEMORY, lambda: make_division(ranks, before, distrusted))
+        except CkptError as exc:
+            context.emit("division.failed", f"the state cannot be divided among the ranks: {exc}", True)
+            context.scheduler.arenas.record_division_failure(number, str(exc))
         else:
-            self._plan_memory(number, done.result())
+            await self._plan_memory(number, made)
 
     def adopt(self, division: Division) -> None:
         """Puts a division in force: each rank stages by it from now on."""
@@ -125,29 +124,27 @@ class JobMemory:
 
     # -- the plan
 
-    def _measure(self, division: Division, slots: int, then: Callable[[MemoryPlan | None, str], None]) -> None:
-        """Has all nodes plan their memory for at most `slots` slots."""
+    async def _measure(self, division: Division, slots: int) -> MemoryPlan:
+        """Has all nodes plan their memory for at most `slots` slots. Errors: CkptError."""
         context, sizes = self._context, dict(enumerate(division.arena_bytes))
-        context.shares.plan_memory(sizes, slots, context.options.limits.memory, context.guarded(then))
+        return await context.shares.plan_memory(sizes, slots, context.options.limits.memory)
 
-    def _plan_division(self, number: int, division: Division) -> None:
+    async def _plan_division(self, number: int, division: Division) -> None:
         """Plans the memory for a new division, of the layouts of that number."""
         scheduler = self._context.scheduler
-
-        def measured(plan: MemoryPlan | None, error: str) -> None:
-            if plan is None:
-                scheduler.arenas.record_division_failure(number, f"the memory for it cannot be planned: {error}")
-                return
-            before, plan = self.plan, replace(plan, slots=self._place_replicas(division, plan.slots))
-            if not scheduler.arenas.record_division(number, division.id, division.arena_bytes, plan.slots):
-                return
-            self.request_replan()
-            self.plan = plan
-            self._planned_free_parts, self._is_cramped = self._free_parts_by_node(), self._has_earlier_starts
-            self._report(before is None or (plan.slots, plan.slot_bytes) != (before.slots, before.slot_bytes))
-            self.division.adopt(division)
-
-        self._measure(division, slots_for(scheduler.clock.policy), measured)
+        try:
+            plan = await self._measure(division, slots_for(scheduler.clock.policy))
+        except CkptError as exc:
+            scheduler.arenas.record_division_failure(number, f"the memory for it cannot be planned: {exc}")
+            return
+        before, plan = self.plan, replace(plan, slots=self._place_replicas(division, plan.slots))
+        if not scheduler.arenas.record_division(number, division.id, division.arena_bytes, plan.slots):
+            return
+        self.request_replan()
+        self.plan = plan
+        self._planned_free_parts, self._is_cramped = self._free_parts_by_node(), self._has_earlier_starts
+        self._report(before is None or (plan.slots, plan.slot_bytes) != (before.slots, before.slot_bytes))
+        self.division.adopt(division)
 
     def _place_replicas(self, division: Division, slots: int, used: int = 0) -> int:
         """Places the replicas; returns how many of `slots` remain beside them. `used`: slots in use, which stay."""
@@ -189,20 +186,23 @@ class JobMemory:
         """Plans the replicas of the same division again, since the free memory may have changed. More may be free once
         earlier starts' checkpoints or other processes are gone. Less may be free if replication fails. The slots stay;
         more come only to a job that awaits them. While nothing changes, other nodes are asked less and less often."""
-        scheduler, division, now_s = self._context.scheduler, self.division.newest, time.monotonic()
+        division, now_s = self.division.newest, time.monotonic()
         if division is None or now_s < self._next_plan_s:
             return
-        number, used = scheduler.arenas.layouts_version, scheduler.arenas.slot_limit
         if len(self._context.nodes) > 1:
             self._next_plan_s = now_s + self._plan_backoff_s
             self._plan_backoff_s = min(2 * self._plan_backoff_s, REPLAN_PAUSE_S)
+        self._context.spawn(self._replan(division))
 
-        def measured(plan: MemoryPlan | None, error: str) -> None:
-            # New layouts are planned anyway.
-            if plan is not None and self.division.newest is division and scheduler.arenas.layouts_version == number:
-                self._apply_measurement(division, plan)
-
-        self._measure(division, slots_for(scheduler.clock.policy) if self._awaits_slots else used, measured)
+    async def _replan(self, division: Division) -> None:
+        arenas, clock = self._context.scheduler.arenas, self._context.scheduler.clock
+        number, slots = arenas.layouts_version, slots_for(clock.policy) if self._awaits_slots else arenas.slot_limit
+        try:
+            plan = await self._measure(division, slots)
+        except CkptError:
+            return
+        if self.division.newest is division and arenas.layouts_version == number:  # new layouts are planned anyway
+            self._apply_measurement(division, plan)
 
     def _apply_measurement(self, division: Division, plan: MemoryPlan) -> None:
         scheduler, parts = self._context.scheduler, self._free_parts_by_node()
@@ -270,15 +270,17 @@ class JobMemory:
 
     def make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         """Has all nodes make the arenas of a slot, of `sizes` by rank."""
-        scheduler = self._context.scheduler
+        self._context.spawn(self._make_arenas(slot, sizes))
 
-        def made(sizes_made: dict[int, int], error: str) -> None:
-            if error and scheduler.arenas.needs_arenas(slot, sizes):
-                self._reduce_slots(error, slot)
-            # After an error there are none, and none of these sizes is needed any more.
-            scheduler.arenas.record_arenas(slot, tuple(sizes_made[rank] for rank in sorted(sizes_made)))
-
-        self._context.shares.make_arenas(slot, dict(enumerate(sizes)), self._context.guarded(made))
+    async def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
+        arenas, made = self._context.scheduler.arenas, dict[int, int]()
+        try:
+            made = await self._context.shares.make_arenas(slot, dict(enumerate(sizes)))
+        except CkptError as exc:
+            if arenas.needs_arenas(slot, sizes):
+                self._reduce_slots(str(exc), slot)
+        # After an error there are none, and none of these sizes is needed any more.
+        arenas.record_arenas(slot, tuple(made[rank] for rank in sorted(made)))
 
     def _reduce_slots(self, why: str, slot: int) -> None:
         scheduler, had = self._context.scheduler, self._context.scheduler.arenas.usable_slot_count
@@ -293,38 +295,36 @@ class JobMemory:
 
     def assemble(self, slot: int, number: int, version: Version) -> None:
         """Hashes what all ranks have staged in a slot, and puts the checkpoint together."""
-        context, identity = self._context, Identity(self._context.epoch, version)
+        context = self._context
         attempt = context.scheduler.slots[slot].attempt
         if attempt is not None:
             stall_s = max(attempt.staged_ranks.values())
             context.services.account.record_staging(time.monotonic(), version, stall_s)
             self._policy.cost_model.record_stall(stall_s, version.step + 1)
             self._policy.apply()
+        context.spawn(self._assemble(slot, number, Identity(context.epoch, version)))
 
-        def hashed(parts: list[StagedPart], error: str) -> None:
-            if error:
-                context.scheduler.save_attempts.record_assembly(slot, number, error)
-                return
+    async def _assemble(self, slot: int, number: int, identity: Identity) -> None:
+        context, error = self._context, ""
+        try:
+            parts = await context.shares.hash_snapshots(slot, identity)
             arenas = context.shares.local_share.arenas[slot]
-            context.run(
-                Lane.MEMORY,
-                lambda: assemble_checkpoint(identity, parts, arenas),
-                lambda done: self._on_assembled(slot, number, done),
-            )
-
-        context.shares.hash_snapshots(slot, identity, context.guarded(hashed))
-
-    def _on_assembled(self, slot: int, number: int, done: Future[MemoryCheckpoint]) -> None:
-        context, error = self._context, failure(done)
-        if not error:
-            made = context.checkpoints[slot] = done.result()
-            version, count = made.identity.version, int(made.manifest.frames["length"].sum())
-            context.services.account.record_completion(context.epoch, version, count)
-            text, facts = f"step {version.step} is whole in memory", {"identity": str(made.identity), "bytes": count}
-            context.services.on_event(Event("snapshot.done", text, data=facts))
-            if set(made.differing_tensors) - self._reported_differing:
-                self._reported_differing.update(made.differing_tensors)
-                text = f"{format_count(len(made.differing_tensors), 'tensor')} turned out to differ between the ranks"
-                names = ", ".join(made.differing_tensors[:5])
-                context.emit("snapshot.differs", f"{text}, saved per rank: {names}", True)
+            made = await context.run_on(Lane.MEMORY, lambda: assemble_checkpoint(identity, parts, arenas))
+        except CkptError as exc:
+            error = str(exc)
+        else:
+            context.checkpoints[slot] = made
+            self._report_assembled(made)
         context.scheduler.save_attempts.record_assembly(slot, number, error)
+
+    def _report_assembled(self, made: MemoryCheckpoint) -> None:
+        context, version = self._context, made.identity.version
+        count = int(made.manifest.frames["length"].sum())
+        context.services.account.record_completion(context.epoch, version, count)
+        text, facts = f"step {version.step} is whole in memory", {"identity": str(made.identity), "bytes": count}
+        context.services.on_event(Event("snapshot.done", text, data=facts))
+        if set(made.differing_tensors) - self._reported_differing:
+            self._reported_differing.update(made.differing_tensors)
+            text = f"{format_count(len(made.differing_tensors), 'tensor')} turned out to differ between the ranks"
+            names = ", ".join(made.differing_tensors[:5])
+            context.emit("snapshot.differs", f"{text}, saved per rank: {names}", True)

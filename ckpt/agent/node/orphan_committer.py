@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.agent.commit.commit_turns import TURNS, CommitTurns
-from ckpt.agent.commit.distributed_write import DistributedWrite, OnWritten, write_part
+from ckpt.agent.commit.distributed_write import DistributedWrite, write_part
 from ckpt.agent.commit.job_options import JobOptions
 from ckpt.agent.commit.orphan_commit import OrphanVerdict, commit_orphan, judge
 from ckpt.agent.commit.store_client import StoreClient
@@ -28,7 +28,7 @@ from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.replication.survey import survey
 from ckpt.agent.restore.collect import CheckpointCollector
 from ckpt.agent.runtime.coroutines import EXPECTED, run_on, spawn
-from ckpt.agent.runtime.workers import Lane, error_text, outcome
+from ckpt.agent.runtime.workers import Lane, error_text
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
 from ckpt.agent.snapshots.remote_share import RemoteShare, WriteRequest
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ckpt.agent.job.job import Job
     from ckpt.agent.net.peer_network import PeerNetwork
     from ckpt.ipc.node_list import NodeAt
+    from ckpt.store.packs import Written
 
 log = logging.getLogger("ckpt")
 
@@ -243,13 +244,12 @@ class OrphanCommitter:
         checkpoint, network = found.checkpoint, attempt.network
         ranks, rest = assign_writers(found.places.holders)
 
-        def write(name: str, wanted: WriteRequest, cancel: threading.Event, then: OnWritten) -> None:
+        async def write(name: str, wanted: WriteRequest, cancel: threading.Event) -> Written:
             if name:
                 node = RemoteShare(network, name, checkpoint.identity.epoch, len(found.places.holders), ())
-                node.write_frames(wanted, then)
-                return
+                return await node.write_frames(wanted)
             work = functools.partial(write_part, self._context.store, wanted, checkpoint.arenas, cancel=cancel)
-            self._context.workers.run(Lane.PART, work, lambda done: then(*outcome(done)))
+            return await run_on(self._context.workers, Lane.PART, work)
 
         options = JobOptions(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
         server, margin_s = self._context.server, self._context.settings.heartbeat_s

@@ -129,12 +129,6 @@ def failure(done: Future[T]) -> str:
     return error_text(done.exception())
 
 
-def outcome(done: Future[T]) -> tuple[T | None, str]:
-    """The result of a settled future and "", or None and the error text."""
-    error = failure(done)
-    return (None, error) if error else (done.result(), "")
-
-
 def error_text(error: BaseException | None) -> str:
     """The text of an exception, fit for a message; "" for None."""
     if error is None:

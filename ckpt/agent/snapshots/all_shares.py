@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from ckpt.agent.runtime.coroutines import Cancelled, Coro, gather
 from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.snapshots.local_share import LocalShare
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.agent.snapshots.remote_share import RemoteShare
+from ckpt.errors import CkptError
 from ckpt.types import Identity
 
 T = TypeVar("T")
@@ -81,59 +82,47 @@ class AllShares:
     def share_of(self, rank: int) -> Share:
         return self._shares[self.node_of(rank)]
 
-    def plan_memory(
-        self,
-        sizes: Mapping[int, int],
-        slots: int,
-        limit_bytes: int | None,
-        then: Callable[[MemoryPlan | None, str], None],
-    ) -> None:
-        """As `LocalShare.plan_memory`; gives the plan of the node with the fewest slots, which all nodes have then."""
+    async def plan_memory(self, sizes: Mapping[int, int], slots: int, limit_bytes: int | None) -> MemoryPlan:
+        """As `LocalShare.plan_memory`. Returns the plan of the node with the fewest slots, which all nodes have then.
+        Errors: CkptError. The former plans stay then: replicas may be placed anew at any time."""
         parts = self._split_by_node(sizes)
+        found = await self._ask_all(lambda name, share: share.plan_memory(parts[name], slots, limit_bytes))
+        self.plans = {self._agent_names[name]: plan for name, plan in found.items()}
+        return min(self.plans.values(), key=lambda plan: plan.slots)
 
-        def planned(found: dict[str, MemoryPlan | None], error: str) -> None:
-            # After an error the former plans stay: replicas may be placed anew at any time.
-            if not error:
-                self.plans = {self._agent_names[name]: plan for name, plan in found.items() if plan is not None}
-            then(None if error else min(self.plans.values(), key=lambda plan: plan.slots), error)
-
-        self._ask_all(lambda name, share, told: share.plan_memory(parts[name], slots, limit_bytes, told), planned)
-
-    def make_arenas(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
-        """As `LocalShare.make_arenas`. After an error no node has arenas."""
+    async def make_arenas(self, slot: int, sizes: Mapping[int, int]) -> dict[int, int]:
+        """As `LocalShare.make_arenas`. Errors: CkptError. No node has arenas then."""
         parts = self._split_by_node(sizes)
+        try:
+            found = await self._ask_all(lambda name, share: share.make_arenas(slot, parts[name]))
+        except CkptError:
+            self.close_arenas(slot)
+            raise
+        return {rank: size for each in found.values() for rank, size in each.items()}
 
-        def made(found: dict[str, dict[int, int]], error: str) -> None:
-            if error:
-                self.close_arenas(slot)
-            then({} if error else {rank: size for each in found.values() for rank, size in each.items()}, error)
+    async def hash_snapshots(self, slot: int, identity: Identity) -> list[StagedPart]:
+        """As `LocalShare.hash_snapshots`. Errors: CkptError."""
+        found = await self._ask_all(lambda _, share: share.hash_snapshots(slot, identity))
+        return [part for parts in found.values() for part in parts]
 
-        self._ask_all(lambda name, share, told: share.make_arenas(slot, parts[name], told), made)
-
-    def hash_snapshots(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
-        def hashed(found: dict[str, list[StagedPart]], error: str) -> None:
-            then([] if error else [part for parts in found.values() for part in parts], error)
-
-        self._ask_all(lambda _, share, told: share.hash_snapshots(slot, identity, told), hashed)
-
-    def _ask_all(
-        self,
-        ask: Callable[[str, Share, Callable[[T, str], None]], None],
-        then: Callable[[dict[str, T], str], None],
-    ) -> None:
-        """Asks each node by `ask(name, share, told)`. Once all have answered, `then` hears the answers by node, and ""
-        or the first error."""
+    async def _ask_all(self, ask: Callable[[str, Share], Coro[T]]) -> dict[str, T]:
+        """Asks each node by `ask(name, share)`, and waits for all. Returns the answers by node. Errors: the first one,
+        if it is a CkptError; Cancelled if the job is dropped meanwhile."""
         found: dict[str, T] = {}
-        errors: list[str] = []
+        errors: list[CkptError] = []
 
-        def told(name: str, result: T, error: str) -> None:
-            found[name] = result
-            errors.extend([error] if error else [])
-            if len(found) == len(self._shares):
-                then(found, errors[0] if errors else "")
+        async def ask_one(name: str, share: Share) -> None:
+            try:
+                found[name] = await ask(name, share)
+            except CkptError as exc:
+                errors.append(exc)
 
-        for name, share in self._shares.items():
-            ask(name, share, functools.partial(told, name))
+        await gather(ask_one(name, share) for name, share in self._shares.items())
+        if self.local_share.is_dropped:
+            raise Cancelled
+        if errors:
+            raise errors[0]
+        return found
 
     def close_arenas(self, slot: int) -> None:
         for share in self:

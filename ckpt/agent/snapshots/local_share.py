@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 
 from ckpt.agent.net.progress import Progress
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.coroutines import run_on
 from ckpt.agent.runtime.event_loop import Peer
-from ckpt.agent.runtime.workers import Lane, Workers, failure
+from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.agent.snapshots.inventory import find_snapshot
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart, StagedReader
 from ckpt.agent.state import memory_pressure
@@ -28,10 +28,7 @@ RELEASE_TIMEOUT_S = 5.0  # generous time for ranks to release memory
 
 
 class LocalShare:
-    """Owns the control page and the arenas: `arenas[slot][rank]`. `peers`: each rank's newest connection.
-
-    A method with `then` calls it later on the main thread, with the result and "", or with an empty result and an
-    error. After `drop` it is not called."""
+    """Owns the control page and the arenas: `arenas[slot][rank]`. `peers`: each rank's newest connection."""
 
     def __init__(self, world: int, workers: Workers, taken: Callable[[], memory_plan.MemoryUse]) -> None:
         """`world`: ranks of the whole job. `taken`: returns the other memory that ckpt uses on this node.
@@ -91,13 +88,9 @@ class LocalShare:
         """Writes the verdict to the control page: the ranks leave by that save attempt."""
         self.control_page.publish_leave(attempt)
 
-    def plan_memory(
-        self,
-        sizes: Mapping[int, int],
-        slots: int,
-        limit_bytes: int | None,
-        then: Callable[[memory_plan.MemoryPlan | None, str], None],
-    ) -> None:
+    async def plan_memory(
+        self, sizes: Mapping[int, int], slots: int, limit_bytes: int | None
+    ) -> memory_plan.MemoryPlan:
         """Plans the memory here: the number of slots, at most `slots`. `sizes`: arena bytes by rank."""
         # Free before total: if the group's limit is raised in between, this plan is only too small, and the next one
         # is right. The other way round a slot would count as large, and the job would keep to two.
@@ -114,7 +107,7 @@ class LocalShare:
         )
         self.limited_plan = plan if plan.allowed_bytes == limit_bytes else None
         self.is_memory_short = bool(plan.kept_bytes) and plan.replica_bytes_max(slots) < GENERATIONS * plan.slot_bytes
-        then(plan, "")
+        return plan
 
     def restore_budget_bytes(self, slot_bytes: int, slots: int, limit_bytes: int | None) -> int:
         """The bytes that a start may use here until all ranks have restored. `slot_bytes`, `slots`: the arenas that the
@@ -124,30 +117,23 @@ class LocalShare:
         plan = memory_plan.make_plan(slot_bytes, taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots)
         return memory_plan.restore_budget_bytes(plan, limit_bytes, free_bytes)
 
-    def make_arenas(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
-        """Makes new arenas with warm pages, of `sizes` by rank; `then` hears their sizes. The slot's former arenas must
-        be unused. After an error the slot has no arenas. Closing or remaking the slot meanwhile is such an error: a
-        coordinator that was cut off does not know of this call."""
+    async def make_arenas(self, slot: int, sizes: Mapping[int, int]) -> dict[int, int]:
+        """Makes new arenas with warm pages, of `sizes` by rank; returns their sizes. The slot's former arenas must be
+        unused. Errors: CkptError. The slot has no arenas then. Closing or remaking the slot meanwhile is such an error:
+        a coordinator that was cut off does not know of this call."""
         self.close_arenas(slot)
         mine = self._pending_makes[slot] = object()
-
-        def made(done: Future[dict[int, Arena]]) -> None:
-            if error := failure(done):
-                if not self.is_dropped:
-                    then({}, error)
-            elif self.is_dropped or self._pending_makes.get(slot) is not mine:
-                self._workers.close_arenas(done.result().values())
-                if not self.is_dropped:
-                    then({}, "the slot was closed meanwhile")
-            else:
-                self.arenas[slot] = done.result()
-                then({rank: arena.size_bytes for rank, arena in done.result().items()}, "")
 
         def make() -> dict[int, Arena]:
             self._await_room(sum(sizes.values()))
             return _make_arenas(sizes, self._yield_to_snapshot)
 
-        self._workers.run(Lane.MEMORY, make, made)
+        made = await run_on(self._workers, Lane.MEMORY, make)
+        if self._pending_makes.get(slot) is not mine:
+            self._workers.close_arenas(made.values())
+            raise AgentError("the slot was closed meanwhile")
+        self.arenas[slot] = made
+        return {rank: arena.size_bytes for rank, arena in made.items()}
 
     def _await_room(self, count: int) -> None:
         """Waits until `count` bytes are free. Memory of closed arenas is free once the kernel and the ranks release it.
@@ -177,20 +163,13 @@ class LocalShare:
             fields = {"t": "grant-arena", "slot": slot, "bytes": arena.size_bytes, "division": division}
             peer.send(fields, [arena.fd] if new else [])
 
-    def hash_snapshots(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
-        """Hashes the snapshots staged in a slot, and writes the hashes into the arenas. It is an error if the slot has
-        no arenas here, as after a request meant for a former agent."""
+    async def hash_snapshots(self, slot: int, identity: Identity) -> list[StagedPart]:
+        """Hashes the snapshots staged in a slot, and writes the hashes into the arenas. Errors: CkptError, also if the
+        slot has no arenas here, as after a request meant for a former agent."""
         arenas = self.arenas.get(slot)
         if arenas is None:
-            then([], f"there is nothing in slot {slot} here")
-            return
-
-        def read(done: Future[list[StagedPart]]) -> None:
-            error = failure(done)
-            if not self.is_dropped:
-                then([] if error else done.result(), error)
-
-        self._workers.run(Lane.MEMORY, lambda: self.reader.read(identity, self.world, arenas), read)
+            raise AgentError(f"there is nothing in slot {slot} here")
+        return await run_on(self._workers, Lane.MEMORY, lambda: self.reader.read(identity, self.world, arenas))
 
     def take_arenas(self, rank: int, slots: Sequence[int], fds: list[int], is_new: bool) -> None:
         """Takes the arenas that a rank brings on a new connection, one descriptor for each slot. `is_new`: the rank is
@@ -235,6 +214,7 @@ class LocalShare:
     def drop(self) -> None:
         """Frees all memory here. The caller makes sure that there is no lease on it."""
         self.is_dropped = True
+        self._pending_makes.clear()
         for slot in list(self.arenas):
             self._close_local_arenas(slot)
         self.control_page.close()

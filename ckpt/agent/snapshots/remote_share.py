@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.errors import AgentError
@@ -161,36 +160,29 @@ class RemoteShare:
 
     async def acknowledge_event(self, source: str, key: str) -> None:
         """Has that node's agent acknowledge a planned event. Errors: AgentError, also if the source did not agree."""
-        fields = {"t": "notice-answered", "source": source, "key": key, "epoch": str(self._epoch)}
-        await self._network.request(self.name, fields)
+        await self._ask({"t": "notice-answered", "source": source, "key": key}, (), lambda _: None)
 
     def drop(self) -> None:
         if not self.is_dropped:
             self.is_dropped = True
             self.notify({"t": "evict", "what": "job"})
 
-    def plan_memory(
-        self,
-        sizes: Mapping[int, int],
-        slots: int,
-        limit_bytes: int | None,
-        then: Callable[[memory_plan.MemoryPlan | None, str], None],
-    ) -> None:
+    async def plan_memory(
+        self, sizes: Mapping[int, int], slots: int, limit_bytes: int | None
+    ) -> memory_plan.MemoryPlan:
         fields = {"t": "plan-memory", "sizes": list(sizes.items()), "slots": slots, "limit_bytes": limit_bytes}
-        self._request(fields, (), lambda answer: memory_plan.parse_plan(answer.fields["plan"]), None, then)
+        return await self._ask(fields, (), lambda answer: memory_plan.parse_plan(answer.fields["plan"]))
 
-    def make_arenas(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
-        def made(answer: Message) -> dict[int, int]:
+    async def make_arenas(self, slot: int, sizes: Mapping[int, int]) -> dict[int, int]:
+        def read(answer: Message) -> dict[int, int]:
             found = {int(rank): int(size) for rank, size in answer.fields["sizes"]}
             if found.keys() != sizes.keys() or any(found[rank] < size for rank, size in sizes.items()):
                 raise AgentError(f"agent {self.name} has made other arenas than it was asked to")
             return found
 
-        self._request(
-            {"t": "make-arenas", "slot": slot, "sizes": list(sizes.items())}, (), made, dict[int, int](), then
-        )
+        return await self._ask({"t": "make-arenas", "slot": slot, "sizes": list(sizes.items())}, (), read)
 
-    def hash_snapshots(self, slot: int, identity: Identity, then: Callable[[list[StagedPart], str], None]) -> None:
+    async def hash_snapshots(self, slot: int, identity: Identity) -> list[StagedPart]:
         """Has that node's agent hash the staged snapshots and describe them; their bytes stay there."""
 
         def read(answer: Message) -> list[StagedPart]:
@@ -201,49 +193,27 @@ class RemoteShare:
 
         known = {rank: digest for rank, (digest, _) in self._declarations.items()}
         fields = {"t": "hash-snapshots", "slot": slot, "identity": str(identity), "known": list(known.items())}
-        self._request(fields, (), read, list[StagedPart](), then)
+        return await self._ask(fields, (), read)
 
-    def write_frames(self, wanted: WriteRequest, then: Callable[[Written | None, str], None]) -> None:
-        """Has that node's agent write its frames into packs, without a commit record. `then` is called even after
-        `drop`."""
-
-        fields = {
-            "t": "write-frames",
-            "identity": str(wanted.identity),
-            "codec": wanted.codec,
-            "bandwidth": wanted.bandwidth,
-        }
-        self._request(fields, [wanted.encode()], lambda answer: _parse_written(answer, wanted), None, then)
+    async def write_frames(self, wanted: WriteRequest) -> Written:
+        """Has that node's agent write its frames into packs, without a commit record. Errors: AgentError."""
+        about = {"identity": str(wanted.identity), "codec": wanted.codec, "bandwidth": wanted.bandwidth}
+        fields = {"t": "write-frames", **about}
+        return await self._ask(fields, [wanted.encode()], lambda answer: _parse_written(answer, wanted))
 
     def notify(self, fields: dict[str, Any]) -> None:
         """Sends a message to that node's agent; lost if the agent is not connected."""
         self._network.notify(self.name, {**fields, "epoch": str(self._epoch)})
 
-    def _request(
-        self,
-        fields: dict[str, Any],
-        blobs: Sequence[bytes],
-        read: Callable[[Message], T],
-        nothing: T,
-        then: Callable[[T, str], None],
-    ) -> None:
-        """Sends a request. `then` hears `read` of the answer and "", or `nothing` and an error. A malformed answer is
-        an error too, and does not end the connection."""
-
-        def answered(answer: Message | None, error: str) -> None:
-            # A write is answered even after `drop`: a worker thread waits for its outcome.
-            if self.is_dropped and fields["t"] != "write-frames":
-                return
-            result = nothing
-            if answer is not None:
-                try:
-                    result = read(answer)
-                # A malformed answer may raise anything, and `then` must be called.
-                except Exception as exc:
-                    error = f"agent {self.name} has answered {fields['t']} with what cannot be read: {exc!r:.500}"
-            then(result, error)
-
-        start(self._network.request(self.name, {**fields, "epoch": str(self._epoch)}, blobs), answered)
+    async def _ask(self, fields: dict[str, Any], blobs: Sequence[bytes], read: Callable[[Message], T]) -> T:
+        """Sends a request; returns `read` of the answer. Errors: AgentError. A malformed answer is an error too, and
+        does not end the connection."""
+        answer = await self._network.request(self.name, {**fields, "epoch": str(self._epoch)}, blobs)
+        try:
+            return read(answer)
+        except Exception as exc:
+            why = f"agent {self.name} has answered {fields['t']} with what cannot be read: {exc!r:.500}"
+            raise AgentError(why) from exc
 
 
 @dataclass(frozen=True, slots=True)

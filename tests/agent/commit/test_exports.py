@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.agent.commit.exports import Exports
+from ckpt.agent.runtime.coroutines import Promise, spawn
+from ckpt.errors import AgentError
 from ckpt.policy.export_rule import ExportRule
 from ckpt.types import Epoch, Identity, Version
 
@@ -22,33 +23,30 @@ class Lane:
     """Runs what is given to it when a test says so, and keeps what was exported and reported."""
 
     def __init__(self) -> None:
-        self.queue: deque[tuple[Callable[[], Any], Callable[[Future[Any]], None]]] = deque()
+        self.queue: deque[tuple[Promise[bool], Callable[[], bool]]] = deque()
         self.exported: list[tuple[int, bool]] = []
         self.events: list[tuple[str, int]] = []
         self.fails = False
         self.at_end: list[int] = []
 
-    def run(self, work: Callable[[], Any], then: Callable[[Future[Any]], None]) -> None:
+    async def export(self, rule: ExportRule, identity: Identity, is_wanted: bool) -> bool:
         assert not self.queue, "two exports at once"
-        self.queue.append((work, then))
+        done = Promise[bool]()
+        self.queue.append((done, lambda: self._write(identity.version.step, is_wanted)))
+        return await done
 
-    def export(self, rule: ExportRule, identity: Identity, is_wanted: bool) -> bool:
-        if self.fails:
-            raise OSError("no space")
-        step = identity.version.step
+    def _write(self, step: int, is_wanted: bool) -> bool:
         if step in {each for each, _ in self.exported}:
             return False
         self.exported.append((step, is_wanted))
         return True
 
     def go_on(self) -> None:
-        work, then = self.queue.popleft()
-        done: Future[Any] = Future()
-        try:
-            done.set_result(work())
-        except OSError as exc:
-            done.set_exception(exc)
-        then(done)
+        done, write = self.queue.popleft()
+        if self.fails:
+            done.set_error(AgentError("no space"))
+        else:
+            done.set_result(write())
 
     def emit(self, name: str, message: str, loud: bool, data: dict[str, Any]) -> None:
         self.events.append((name, int(data["path"].rpartition("-")[2])))
@@ -62,7 +60,7 @@ def an_identity(step: int) -> Identity:
 def test_exports_run_one_at_a_time_and_the_last_commit_always_is(what: list[str], fails: bool) -> None:
     lane = Lane()
     lane.fails = fails
-    exports, step = Exports(RULE, lane.export, lane.run, lane.emit), 0
+    exports, step = Exports(RULE, lane.export, spawn, lane.emit), 0
     for each in what:
         if each == "commit":
             step += 1
@@ -82,7 +80,7 @@ def test_exports_run_one_at_a_time_and_the_last_commit_always_is(what: list[str]
 
 def test_a_job_that_committed_nothing_exports_what_it_began_from() -> None:
     lane = Lane()
-    exports = Exports(RULE, lane.export, lane.run, lane.emit)
+    exports = Exports(RULE, lane.export, spawn, lane.emit)
     exports.finish(an_identity(7), lambda: lane.at_end.append(7))
     lane.go_on()
     assert (lane.exported, lane.at_end) == ([(7, True)], [7])
@@ -91,7 +89,7 @@ def test_a_job_that_committed_nothing_exports_what_it_began_from() -> None:
 def test_a_commit_that_is_not_due_takes_no_place_of_one_that_is() -> None:
     """Only the first commit at or after a multiple of 20 is due. Of those of several multiples the newest waits."""
     lane, rule = Lane(), replace(RULE, every=20)
-    exports = Exports(rule, lane.export, lane.run, lane.emit)
+    exports = Exports(rule, lane.export, spawn, lane.emit)
     for step in (10, 20, 30):
         exports.note_commit(an_identity(step))
     lane.go_on()

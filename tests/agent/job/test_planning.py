@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,8 +14,10 @@ from ckpt.agent.job.job_context import RankTable
 from ckpt.agent.job.job_memory import REPLAN_PAUSE_S, JobMemory
 from ckpt.agent.job.job_replication import JobReplication
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.coroutines import Promise, spawn
 from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.state.memory_pressure import PERIOD_S
+from ckpt.errors import AgentError
 from ckpt.placement.placement import Kept
 from ckpt.policy.save_options import Every
 from ckpt.types import Version
@@ -31,16 +32,16 @@ class Shares:
     def __init__(self, free: float, kept: float) -> None:
         self.free, self.kept, self.measured = free, kept, 0
         self.plans: dict[str, memory_plan.MemoryPlan] = {}
-        self.failed: list[Callable[..., None]] = []
+        self.made = Promise[dict[int, int]]()
 
-    def plan_memory(self, sizes: Any, slots: int, limit: int | None, then: Callable[..., None]) -> None:
+    async def plan_memory(self, sizes: Any, slots: int, limit: int | None) -> memory_plan.MemoryPlan:
         self.measured += 1
         plan = memory_plan.make_plan(MIB, int(self.kept * MIB), 0, None, int(self.free * MIB))
         self.plans = {"": replace(plan, slots=min(slots, plan.slots))}
-        then(self.plans[""], "")
+        return self.plans[""]
 
-    def make_arenas(self, slot: int, sizes: Any, then: Callable[..., None]) -> None:
-        self.failed.append(then)
+    async def make_arenas(self, slot: int, sizes: Any) -> dict[int, int]:
+        return await self.made
 
     def sum_by_node(self, sizes: Any) -> dict[str, int]:
         return {}
@@ -59,7 +60,7 @@ class Planned:
             scheduler=self.group,
             shares=self.shares,
             options=JobOptions(),
-            guarded=lambda then: then,
+            spawn=spawn,
             emit=lambda name, text, loud, data=None: self.said.append((name, loud)),
             nodes=("",) * nodes,
             connections=RankTable(),
@@ -73,7 +74,7 @@ class Planned:
         """The first plan, or that of a new layout."""
         self.group.arenas.record_layout()
         made = SimpleNamespace(id=division, frame_bytes=1, arena_bytes=(MIB,), differing_tensors=frozenset())
-        self.memory._plan_division(self.group.arenas.layouts_version, cast(Any, made))
+        spawn(self.memory._plan_division(self.group.arenas.layouts_version, cast(Any, made)))
         self.shares.measured = self.placed = 0
         self.said.clear()
 
@@ -236,7 +237,7 @@ def test_an_arena_that_is_not_needed_any_more_and_could_not_be_had_says_nothing_
     elif meanwhile == "the state has grown":
         job.group.arenas.record_layout()
         job.group.arenas.record_division(job.group.arenas.layouts_version, "e", (2 * MIB,), 3)
-    job.shares.failed[0]({}, "it is full")
+    job.shares.made.set_error(AgentError("it is full"))
     assert job.said == ([("memory.short", True)] if meanwhile == "nothing" else [])
     assert job.group.arenas.slot_limit == (3 if meanwhile == "the state has grown" else 2)
     assert (job.group.arenas.refusal_reason, job.group.slots[2].is_making_arenas) == ("", False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, ItemsView, Mapping
+from collections.abc import ItemsView, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +18,7 @@ from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.node.candidate_service import CandidateService
 from ckpt.agent.node.startup_state import Start
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.coroutines import Promise, start
 from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.local_share import LocalShare
 from ckpt.agent.snapshots.remote_share import RemoteShare
@@ -168,28 +169,28 @@ class Share:
         self.name, self.ranks = f"n{rank}", frozenset([rank])
         self.given: list[Mapping[int, int]] = []
 
-    def plan_memory(self, sizes: Mapping[int, int], slots: int, limit: int | None, then: Callable[..., None]) -> None:
+    async def plan_memory(self, sizes: Mapping[int, int], slots: int, limit: int | None) -> memory_plan.MemoryPlan:
         self.given.append(sizes)
-        then(memory_plan.MemoryPlan(3, 1, 0, 0, 100, ""), "")
+        return memory_plan.MemoryPlan(3, 1, 0, 0, 100, "")
 
-    def make_arenas(self, slot: int, sizes: Mapping[int, int], then: Callable[..., None]) -> None:
+    async def make_arenas(self, slot: int, sizes: Mapping[int, int]) -> dict[int, int]:
         self.given.append(sizes)
-        then(dict(sizes), "")
+        return dict(sizes)
+
+    def local(self, world: int) -> LocalShare:
+        """As that of this node."""
+        about = {"world": world, "is_dropped": False}
+        return cast(LocalShare, SimpleNamespace(**about, plan_memory=self.plan_memory, make_arenas=self.make_arenas))
 
 
 def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_node() -> None:
     shares = [Share(rank) for rank in range(1, COUNT)]
     own = Share(0)
-    nodes = AllShares(
-        cast(LocalShare, SimpleNamespace(world=COUNT, plan_memory=own.plan_memory, make_arenas=own.make_arenas)),
-        cast(Any, shares),
-        "n0",
-    )
-
+    nodes = AllShares(own.local(COUNT), cast(Any, shares), "n0")
     sizes = Counted({rank: 100 + rank for rank in range(COUNT)})
     heard: list[Any] = []
-    nodes.plan_memory(sizes, 3, None, lambda *found: heard.append(found))
-    nodes.make_arenas(0, sizes, lambda *found: heard.append(found))
+    start(nodes.plan_memory(sizes, 3, None), lambda *found: heard.append(found))
+    start(nodes.make_arenas(0, sizes), lambda *found: heard.append(found))
     assert nodes.sum_by_node(sizes) == {f"n{rank}": 100 + rank for rank in range(COUNT)}
     assert [error for _, error in heard] == ["", ""]
     assert sizes.times == 3
@@ -199,14 +200,15 @@ def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_no
 def test_what_each_node_has_room_for_is_known_as_it_was_while_one_of_them_does_not_answer() -> None:
     """Copies may be placed anew at that time: a failure is predicted, or more memory is lent."""
     own, other = Share(0), Share(1)
-    nodes = AllShares(cast(LocalShare, SimpleNamespace(world=2, plan_memory=own.plan_memory)), cast(Any, [other]), "n0")
+    nodes = AllShares(own.local(2), cast(Any, [other]), "n0")
     heard: list[Any] = []
-    nodes.plan_memory({0: 1, 1: 1}, 3, None, lambda *found: heard.append(found))
+    start(nodes.plan_memory({0: 1, 1: 1}, 3, None), lambda *found: heard.append(found))
     before = nodes.plans
     assert set(before) == {"n0", "n1"}
-    gone = "the agent of that node is gone"
-    other.plan_memory = lambda *_: _[-1](None, gone)  # type: ignore[method-assign]
-    nodes.plan_memory({0: 2, 1: 2}, 3, None, lambda *found: heard.append(found))
+    gone = Promise[memory_plan.MemoryPlan]()
+    gone.set_error(AgentError("the agent of that node is gone"))
+    other.plan_memory = lambda *_: gone  # type: ignore[method-assign,assign,return-value]
+    start(nodes.plan_memory({0: 2, 1: 2}, 3, None), lambda *found: heard.append(found))
     assert heard[1] == (None, "the agent of that node is gone")
     assert nodes.plans == before
 

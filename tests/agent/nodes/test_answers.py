@@ -54,7 +54,7 @@ def asking(method: str, *given: Any, check: Callable[..., object] = lambda resul
 
     def ask(then: Callable[..., None]) -> Net:
         remote, net = share()
-        getattr(remote, method)(*given, lambda *found: (check(*found), then(*found)))
+        start(getattr(remote, method)(*given), lambda *found: (check(*found), then(*found)))
         return net
 
     return ask
@@ -165,7 +165,7 @@ def test_packs_that_a_node_says_it_wrote_are_taken_only_where_it_can_have_writte
 def test_who_waits_on_a_thread_for_a_nodes_packs_hears_of_it_even_when_the_job_is_over() -> None:
     remote, net = share()
     heard: list[str] = []
-    remote.write_frames(wanted(), lambda result, error: heard.append(error))
+    start(remote.write_frames(wanted()), lambda result, error: heard.append(error))
     remote.is_dropped = True
     net.asked[-1].refuse("gone")
     assert heard == ["gone"]

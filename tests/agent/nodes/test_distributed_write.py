@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 
-from ckpt.agent.commit.distributed_write import SLOWDOWN_MAX, DistributedWrite, OnWritten, _group_by_node, overdue_s
+from ckpt.agent.commit.distributed_write import SLOWDOWN_MAX, DistributedWrite, _group_by_node, overdue_s
 from ckpt.agent.commit.job_options import JobOptions
 from ckpt.agent.net.channel import BEAT_S
+from ckpt.agent.runtime.coroutines import Promise
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint
 from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.clock import ManualClock
@@ -64,7 +65,7 @@ class Writers:
 
     def __init__(self, world: int, copies: int = 1, clock: ManualClock | None = None) -> None:
         self.clock, self.copies = clock or ManualClock(), copies
-        self.asked: list[tuple[str, Callable[[Any, str], None]]] = []
+        self.asked: list[tuple[str, Promise[Written]]] = []
         self.cancels: dict[int, threading.Event] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         frames = np.zeros(world, FRAME)
@@ -91,10 +92,12 @@ class Writers:
     def holders(self, name: str) -> list[str]:
         return [f"{keeper}{name.lstrip('n') or 0}" for keeper in "kl"][: self.copies]
 
-    def ask(self, name: str, wanted: WriteRequest, cancel: threading.Event, then: OnWritten) -> None:
-        self.asked.append((name, then))
+    def ask(self, name: str, wanted: WriteRequest, cancel: threading.Event) -> Promise[Written]:
+        answer = Promise[Written]()
+        self.asked.append((name, answer))
         (rank,) = wanted.ranks.tolist()
         self.cancels[rank] = cancel
+        return answer
 
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (self.clock.now_s() + delay_s, len(self._timers), what))
@@ -109,9 +112,9 @@ class Writers:
 
     def writes(self, name: str, error: str = "") -> Written | None:
         """The one that was asked last under that name answers."""
-        then = [then for each, then in self.asked if each == name][-1]
+        answer = [answer for each, answer in self.asked if each == name][-1]
         made = None if error else Written(((name, 100),), np.zeros(1))
-        then(made, error)
+        answer.set_outcome(made, error)
         return made
 
     def outcome(self, rank: int) -> str:

@@ -232,17 +232,21 @@ def test_what_is_to_be_written_comes_out_of_a_message_as_it_went_in(rows: list[t
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_the_answers_of_all_nodes_are_waited_for_and_the_first_error_is_told(order: tuple[int, ...]) -> None:
-    heard: list[tuple[list[Any], str]] = []
-    asked: list[Callable[..., None]] = []
-    ask = lambda slot, which, then: asked.append(then)  # noqa: E731
-    own = SimpleNamespace(world=3, hash_snapshots=ask)
+    heard: list[tuple[list[Any] | None, str]] = []
+    asked: list[Promise[list[Any]]] = []
+
+    async def ask(slot: int, which: Identity) -> list[Any]:
+        asked.append(Promise())
+        return await asked[-1]
+
+    own = SimpleNamespace(world=3, hash_snapshots=ask, is_dropped=False)
     others = [SimpleNamespace(name=name, ranks=[rank], hash_snapshots=ask) for rank, name in enumerate("bc", 1)]
     shares = AllShares(cast(Any, own), cast(Any, others), "a")
-    shares.hash_snapshots(0, identity(5), lambda parts, error: heard.append((parts, error)))
+    start(shares.hash_snapshots(0, identity(5)), lambda parts, error: heard.append((parts, error)))
     for number, at in enumerate(order):
         assert not heard
-        asked[at]([at], f"{at} failed" if number else "")
-    assert heard == [([], f"{order[1]} failed")]
+        asked[at].set_outcome([at], f"{at} failed" if number else "")
+    assert heard == [(None, f"{order[1]} failed")]
 
 
 # --- who keeps whose -------------------------------------------------------------------------------------------------

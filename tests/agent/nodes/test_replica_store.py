@@ -3,6 +3,7 @@ newest that is safe never gives way to one that is not."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.snapshot_handlers import SnapshotHandlers
 from ckpt.agent.replication.replica_offers import transfer_name
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.runtime.coroutines import Task, start
+from ckpt.agent.runtime.coroutines import Task, run_on, start
 from ckpt.agent.runtime.memory_plan import MemoryUse
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.described import (
@@ -370,9 +371,10 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     store, heard = SimpleNamespace(write_packs=write), list[object]()
     services = SimpleNamespace(replicas=held.keeper, store=store, network=lambda: None)
     if coordinates:
-        context = cast(Any, SimpleNamespace(services=services, run=held.turned.workers.run))
+        run = functools.partial(run_on, held.turned.workers)
+        commits = JobCommits(cast(Any, SimpleNamespace(services=services, run_on=run)), *cast(Any, (None, None)))
         checkpoint, then = cast(Any, SimpleNamespace(arenas={})), lambda *found: heard.append(found)
-        JobCommits(context, *cast(Any, (None, None)))._write_part(checkpoint, "", wanted, threading.Event(), then)
+        start(commits._write_part(checkpoint, "", wanted, threading.Event()), then)
     else:
         arenas = lambda identity, ranks: {rank: held.keeper.kept.arenas_of(identity)[rank] for rank in ranks}  # noqa: E731
         memory = SimpleNamespace(replicas=held.keeper, require_arenas=arenas)

@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.runtime.memory_plan import MemoryPlan, MemoryUse
 from ckpt.agent.snapshots import local_share as ranks_module
 from ckpt.agent.snapshots.local_share import LocalShare
@@ -70,10 +71,10 @@ def test_what_is_being_closed_counts_as_memory_that_a_job_may_have_and_who_takes
     heard: list[str] = []
     try:
         turned.workers.close_arenas([cast(Arena, held)])
-        ranks.plan_memory({0: 2 * GIB}, 3, None, lambda plan, _: plans.append(plan))
+        start(ranks.plan_memory({0: 2 * GIB}, 3, None), lambda plan, _: plans.append(plan))
         assert [plan.slots for plan in plans if plan is not None] == [3]
         free[0] = 0
-        ranks.make_arenas(0, {0: 4096}, lambda sizes, error: heard.append(error))
+        start(ranks.make_arenas(0, {0: 4096}), lambda sizes, error: heard.append(error))
         time.sleep(5 * ranks_module.RELEASE_TIMEOUT_S)
         assert turned.is_idle, "it waits, however long that takes"
         free[0] = GIB
@@ -93,7 +94,7 @@ def test_what_the_kernel_has_given_back_of_an_arena_is_not_counted_as_what_it_wi
     ranks = LocalShare(1, turned.workers, MemoryUse)
 
     def allowed() -> int:
-        ranks.plan_memory({0: GIB}, 3, None, lambda plan, _: plans.append(plan))
+        start(ranks.plan_memory({0: GIB}, 3, None), lambda plan, _: plans.append(plan))
         assert plans[-1] is not None
         return plans[-1].allowed_bytes
 

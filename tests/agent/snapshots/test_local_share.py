@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from ckpt.agent.runtime import memory_plan
+from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.runtime.memory_plan import WINDOW_BYTES, MemoryUse, slots_for
 from ckpt.agent.snapshots import local_share
@@ -32,13 +33,13 @@ def share(turned: Turned) -> Iterator[LocalShare]:
 def test_memory_that_is_made_and_snapshots_that_are_hashed_are_seen_to_move(turned: Turned, share: LocalShare) -> None:
     """Else who has asked for them would give up what takes long (agent.moving)."""
     heard: list[object] = []
-    share.make_arenas(0, {0: WARM_BYTES + 1, 1: 4096}, lambda sizes, error: heard.append(error))
+    start(share.make_arenas(0, {0: WARM_BYTES + 1, 1: 4096}), lambda sizes, error: heard.append(error))
     turned.until(lambda: heard)
     assert heard == [""]
     assert share.progress.count >= 3, "a piece of memory each"
     before = share.progress.count
     share.arenas[1] = staged(identity(5), 2)
-    share.hash_snapshots(1, identity(5), lambda parts, error: heard.append(error))
+    start(share.hash_snapshots(1, identity(5)), lambda parts, error: heard.append(error))
     turned.until(lambda: len(heard) == 2)
     assert heard == ["", ""]
     assert share.progress.count == before + 2, "each rank's"
@@ -49,7 +50,7 @@ def test_memory_is_made_slowly_while_training_stands_still_for_a_copy(turned: Tu
     heard: list[object] = []
     share.control_page.publish_copying(1, True)
     began_s = time.monotonic()
-    share.make_arenas(0, {0: 3 * WARM_BYTES}, lambda sizes, error: heard.append(error))
+    start(share.make_arenas(0, {0: 3 * WARM_BYTES}), lambda sizes, error: heard.append(error))
     turned.until(lambda: heard)
     assert heard == [""]
     assert time.monotonic() - began_s >= 3 * YIELD_S_MAX
@@ -66,13 +67,13 @@ def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(
     share.peers[0] = cast(Peer, SimpleNamespace(send=told.append))
     share.arenas[2] = staged(identity(5), 1)
     share.close_arenas(2)
-    share.make_arenas(0, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+    start(share.make_arenas(0, {0: WARM_BYTES}), lambda sizes, error: heard.append(error))
     turned.until(lambda: heard)
     assert (heard, list(share.arenas)) == ([""], [0])
     assert told == [{"t": "close-arena", "slot": 2}, {"t": "close-arena", "slot": 0}]
     monkeypatch.setattr(local_share, "RELEASE_TIMEOUT_S", 0.01)
     free[:] = [1]
-    share.make_arenas(1, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+    start(share.make_arenas(1, {0: WARM_BYTES}), lambda sizes, error: heard.append(error))
     turned.until(lambda: len(heard) == 2)
     assert heard[1] == "16 MiB of memory are missing for it"
     told.clear()
@@ -93,9 +94,9 @@ def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_
 
     before = opened()
     share.control_page.publish_copying(0, True)  # training stands still, and it waits
-    share.make_arenas(2, {0: 2 * WARM_BYTES}, lambda sizes, error: heard.append(error))
+    start(share.make_arenas(2, {0: 2 * WARM_BYTES}), lambda sizes, error: heard.append(error))
     if again:
-        share.make_arenas(2, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+        start(share.make_arenas(2, {0: WARM_BYTES}), lambda sizes, error: heard.append(error))
     else:
         share.close_arenas(2)
     share.control_page.publish_copying(0, False)
@@ -112,7 +113,7 @@ def test_a_slot_that_ranks_have_not_brought_to_a_new_agent_yet_is_not_read_and_t
 ) -> None:
     """Not a mistake of who asks: its word was on its way, or waited, while the agent before this one died."""
     heard: list[str] = []
-    share.hash_snapshots(1, identity(5), lambda parts, error: heard.append(error))
+    start(share.hash_snapshots(1, identity(5)), lambda parts, error: heard.append(error))
     assert heard == ["there is nothing in slot 1 here"]
 
 
@@ -122,7 +123,7 @@ def test_what_a_start_takes_for_a_while_leaves_the_slots_that_are_to_be_their_ro
 ) -> None:
     monkeypatch.setattr(memory_plan, "free_bytes", lambda: 64 << 30)
     slots, plans = slots_for(Every(steps=steps)), list[memory_plan.MemoryPlan | None]()
-    share.plan_memory({0: 1 << 30}, slots, 8 << 30, lambda plan, error: plans.append(plan))
+    start(share.plan_memory({0: 1 << 30}, slots, 8 << 30), lambda plan, error: plans.append(plan))
     (plan,) = plans
     assert plan is not None
     assert plan.slots == slots
