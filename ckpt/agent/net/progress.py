@@ -41,33 +41,6 @@ class Progress:
 Answer = tuple[dict[str, Any], Sequence[bytes]]  # the body and the blobs
 
 
-class LongRequest:
-    """Another agent's request that takes long here. Sends the message `progress` for it until `answer`, or until the
-    connection has ended. See `serve_request`."""
-
-    def __init__(self, channel: Channel, message: Message, progress: Progress, later: CallLater) -> None:
-        self._channel, self._id, self._progress, self._call_later = channel, int(message.fields["id"]), progress, later
-        self._is_ended = False
-        self._reported_count = progress.count
-        later(REPORT_INTERVAL_S, self._send_report)
-
-    def answer(self, body: dict[str, Any], error: str = "", blobs: Sequence[bytes] = ()) -> None:
-        """Answers the request with `body`, or refuses it if `error` is not ""."""
-        self._is_ended = True
-        if error:
-            self._channel.refuse(self._id, AgentError(error))
-        else:
-            self._channel.reply(self._id, body, blobs)
-
-    def _send_report(self) -> None:
-        if self._is_ended or not self._channel.is_open:
-            return
-        if self._progress.count != self._reported_count:
-            self._reported_count = self._progress.count
-            self._channel.send({"t": "progress", "id": self._id})
-        self._call_later(REPORT_INTERVAL_S, self._send_report)
-
-
 def serve_request(
     work: Callable[[Channel, Message], Coro[Answer]],
     progress: Progress,
