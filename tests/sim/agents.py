@@ -26,6 +26,7 @@ from ckpt.agent.net.peer_network import PeerNetwork, secret_id_of
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.agent import Agent
 from ckpt.agent.node.memory_node import MemoryNode, MemoryNodeOptions
+from ckpt.agent.runtime.coroutines import Promise
 from ckpt.agent.runtime.event_loop import EventLoop, Peer
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
@@ -426,34 +427,38 @@ class SimNetwork(PeerNetwork):
         if self.at is not None and self._fabric.listening.get(self.at, (None, 0))[0] is self:
             del self._fabric.listening[self.at]
 
-    def connect(self, node: NodeAt, then: Callable[[str], None]) -> None:
+    def connect(self, node: NodeAt) -> Promise[str]:
+        name = Promise[str]()
+
         def dial() -> None:
-            if node.name in self._channels:
-                then("")
-                return
             found = next(
                 (self._fabric.listening[each][0] for each in node.addresses if each in self._fabric.listening), None
             )
-            if found is None or found.agent_name != node.name:
-                then("nobody listens there")
-                return
-            self._dialled_to(found)
-            then("")
+            if node.name not in self._channels:
+                if found is None or found.agent_name != node.name:
+                    name.set_error(AgentError("nobody listens there"))
+                    return
+                self._dialled_to(found)
+            name.set_result(node.name)
 
         delay_s = self._fabric.world.rng.expovariate(1 / (4 * self._fabric.link_delay_s))
         self._loop.call_later(delay_s, dial)
+        return name
 
-    def connect_to_address(self, address: Address, then: Callable[[str, str], None]) -> None:
+    def connect_to_address(self, address: Address) -> Promise[str]:
+        name = Promise[str]()
+
         def dial() -> None:
             found = self._fabric.listening.get(address)
             if found is None:
-                then("", "nobody listens there")
+                name.set_error(AgentError("nobody listens there"))
                 return
             if found[0].agent_name not in self._channels:
                 self._dialled_to(found[0])
-            then(found[0].agent_name, "")
+            name.set_result(found[0].agent_name)
 
         self._loop.call_later(4 * self._fabric.link_delay_s, dial)
+        return name
 
     def _dialled_to(self, found: SimNetwork) -> None:
         here, there = SimChannel(self, found.agent_name), SimChannel(found, self.agent_name)

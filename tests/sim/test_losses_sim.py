@@ -419,7 +419,8 @@ def test_what_a_start_goes_on_from_is_shown_to_be_safe_once_it_has_its_copies_ag
             nonlocal copying
             now, safe = node.context.jobs.current, node.context.status_view.account.newest_by_level.get("peer")
             copies = now.replication.rereplication if now is not None else None
-            if copies is not None and copies.is_copying:
+            stores = [agent.node.memory.replicas for agent in life.fabric.agents.values()]
+            if copies is not None and any(store._incoming for store in stores):
                 assert safe is None, "they are on their way"
                 copying += 1
             return copying > 0 and safe is not None

@@ -308,9 +308,9 @@ class Short(Life):
 
             until_of(looked, limit_s)
 
-        def begins(protection: ReplicationManager, identity: Identity, safe: Identity | None, *given: Any) -> None:
+        def begins(protection: ReplicationManager, identity: Identity, safe: Identity | None, *given: Any) -> Any:
             life.begins(protection, identity, safe)
-            replicate(protection, identity, safe, *given)
+            return replicate(protection, identity, safe, *given)
 
         def records(account: Accounting, level: str, epoch: Epoch, version: Version, *given: Any) -> None:
             if level == "peer" and given:  # else a survey found it

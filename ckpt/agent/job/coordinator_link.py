@@ -3,6 +3,7 @@ of the job, which is served to its RemoteShare. The LocalShare does the same wor
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -10,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.job.job_context import RankTable
-from ckpt.agent.net.progress import LongRequest
-from ckpt.agent.runtime.coroutines import Coro, start
+from ckpt.agent.net.progress import Answer, serve_request
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.snapshots.local_share import LocalShare
 from ckpt.agent.snapshots.remote_share import encode_parts
@@ -23,8 +23,6 @@ from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
-
-Answer = tuple[dict[str, Any], Sequence[bytes]]  # the fields and the blobs
 
 
 @dataclass(slots=True)
@@ -159,13 +157,13 @@ class ShareServer:
         tell: Callable[[dict[str, Any]], None],
         later: Callable[[float, Callable[[], None]], None],
     ) -> None:
-        self._share, self._ranks, self._tell, self._later = share, frozenset(ranks), tell, later
+        self._share, self._ranks, self._tell = share, frozenset(ranks), tell
         self.handlers: dict[str, Callable[[Channel, Message], None]] = {
             "control-word": self._announce,
             "offer-slot": self._offer_slot,
-            "plan-memory": self._plan_memory,
-            "make-arenas": self._make_arenas,
-            "hash-snapshots": self._hash_snapshots,
+            "plan-memory": functools.partial(serve_request, self._plan_memory, share.progress, later),
+            "make-arenas": functools.partial(serve_request, self._make_arenas, share.progress, later),
+            "hash-snapshots": functools.partial(serve_request, self._hash_snapshots, share.progress, later),
         }
 
     def _announce(self, channel: Channel, message: Message) -> None:
@@ -184,43 +182,21 @@ class ShareServer:
         else:
             self._share.offer_slot(slot, str(division))
 
-    def _plan_memory(self, channel: Channel, message: Message) -> None:
+    async def _plan_memory(self, channel: Channel, message: Message) -> Answer:
         fields, sizes = message.fields, self._parse_sizes(message)
         slots, limit = int(fields["slots"]), int(fields["limit_bytes"]) if fields["limit_bytes"] is not None else None
+        return {"plan": (await self._share.plan_memory(sizes, slots, limit)).table()}, ()
 
-        async def plan() -> Answer:
-            return {"plan": (await self._share.plan_memory(sizes, slots, limit)).table()}, ()
-
-        self._answer(channel, message, plan())
-
-    def _make_arenas(self, channel: Channel, message: Message) -> None:
+    async def _make_arenas(self, channel: Channel, message: Message) -> Answer:
         slot, sizes = int(message.fields["slot"]), self._parse_sizes(message)
+        return {"sizes": list((await self._share.make_arenas(slot, sizes)).items())}, ()
 
-        async def make() -> Answer:
-            return {"sizes": list((await self._share.make_arenas(slot, sizes)).items())}, ()
-
-        self._answer(channel, message, make())
-
-    def _hash_snapshots(self, channel: Channel, message: Message) -> None:
+    async def _hash_snapshots(self, channel: Channel, message: Message) -> Answer:
         fields = message.fields
         known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
         slot, identity = int(fields["slot"]), Identity.parse(str(fields["identity"]))
-
-        async def hash_all() -> Answer:
-            parts = await self._share.hash_snapshots(slot, identity)
-            return {}, [encode_parts(parts, known, self._share.reader.encoded_declarations())]
-
-        self._answer(channel, message, hash_all())
-
-    def _answer(self, channel: Channel, message: Message, work: Coro[Answer]) -> None:
-        """Answers a request with what `work` returns, or refuses it with the error of `work`."""
-        request = LongRequest(channel, message, self._share.progress, self._later)
-
-        def answer(found: Answer | None, error: str) -> None:
-            body, blobs = found or ({}, ())
-            request.answer(body, error, blobs)
-
-        start(work, answer)
+        parts = await self._share.hash_snapshots(slot, identity)
+        return {}, [encode_parts(parts, known, self._share.reader.encoded_declarations())]
 
     def _parse_sizes(self, message: Message) -> dict[int, int]:
         sizes = {int(rank): int(size) for rank, size in message.fields["sizes"]}

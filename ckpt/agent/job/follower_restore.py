@@ -12,6 +12,7 @@ from ckpt.agent.restore.rank_request import StreamPeer
 from ckpt.agent.restore.restore_session import RestoreSession, decode_request, kind_of
 from ckpt.agent.restore.shared_read import SharedRead, shared_read_of
 from ckpt.agent.restore.sources import open_session
+from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.snapshots.manifest_gather import FramePlaces
 from ckpt.agent.snapshots.memory_checkpoint import LocalMemory
@@ -92,8 +93,8 @@ class FollowerRestore:
         """Asks the coordinator where the frames of that candidate are."""
         self._is_locating = True
         fields = {"t": "locate-candidate", "epoch": str(self._epoch), "identity": str(identity)}
-        located = lambda answer, error: self._on_located(identity, answer, error)  # noqa: E731
-        self._network.request(self._nodes[0].name, fields, (), located)
+        asked = self._network.request(self._nodes[0].name, fields)
+        start(asked, lambda answer, error: self._on_located(identity, answer, error))
 
     def _on_located(self, identity: Identity, answer: Message | None, error: str) -> None:
         self._is_locating = False

@@ -9,6 +9,7 @@ from typing import Any
 from ckpt.agent.job.job_context import JobContext
 from ckpt.agent.preemption.notice_listener import NoticeListeners
 from ckpt.agent.preemption.notice_relay import ExitTiming, StandingNotice, strip_node
+from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.snapshots.remote_share import RemoteShare
 from ckpt.ipc import outcome_file
 from ckpt.ipc.notice_sources import SIGNAL_SOURCE
@@ -103,14 +104,14 @@ class JobNotices:
     def acknowledge(self, source: str, key: str, node: str) -> None:
         """Has that node tell the source that its planned event may begin now."""
 
-        def ended(error: str) -> None:
+        def ended(_: None, error: str) -> None:
             self._context.scheduler.exit_report.record_acknowledgement()
             what = f"{source} was told that {key} may begin: the job has left, and its checkpoint is in the store"
             text = f"{source} was not told that {key} may begin: {error}" if error else what
             facts = {"source": source, "key": key, "error": error}
             self._context.emit("notice.unacknowledged" if error else "notice.acknowledged", text, not error, facts)
 
-        self._sources_of(node).acknowledge_event(source, key, self._context.guarded(ended))
+        start(self._sources_of(node).acknowledge_event(source, key), ended, self._context.guard)
 
 
 def _machine_name(node: str) -> str:

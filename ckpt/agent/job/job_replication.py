@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckpt.agent.job.job_context import JobContext, JobPolicy
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.rereplicate import Rereplication
+from ckpt.agent.runtime.coroutines import sleep, spawn
 from ckpt.agent.snapshots.inventory import find_sealed_snapshot
 from ckpt.agent.state.replica_state import NO_PEER_MEMORY, NO_PEER_ROOM, SUPERSEDED
 from ckpt.errors import AgentError
@@ -16,7 +17,10 @@ from ckpt.placement.placement import Kept, Parity, Replicas
 from ckpt.types import Identity, Version
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckpt.agent.replication.survey import SafeCheckpoint
+    from ckpt.ipc.node_list import NodeAt
 
 MEMORY_NODES_POLL_S = 0.2  # between checks whether all memory-only nodes have answered
 # The placement has reported these, or nothing is lost.
@@ -79,46 +83,47 @@ class JobReplication:
     def replicate(self, slot: int, version: Version) -> None:
         """Replicates the checkpoint in that slot. First it is found out which version is replicated, if this is not
         known yet."""
-        context, manager, identity = self._context, self.manager, Identity(self._context.epoch, version)
-        scheduler = context.scheduler
-        assert manager is not None  # else nothing is replicated
-        if scheduler.replicas.is_survey_pending:
+        spawn(self._replicate(slot, version), self._context.guard)
+
+    async def _replicate(self, slot: int, version: Version) -> None:
+        context, replicas = self._context, self._context.scheduler.replicas
+        while replicas.is_survey_pending:
             if context.services.awaits_memory_nodes():
-                context.call_later(MEMORY_NODES_POLL_S, lambda: self.replicate(slot, version))
+                await sleep(context.call_later, MEMORY_NODES_POLL_S)
+            elif (found := await self._survey()) is not None:
+                self._record_survey(found)
             else:
-                self._survey(manager, slot, version)
-            return
-        began_s, why_not = time.monotonic(), scheduler.replicas.why_not_replicated(version)
+                self._on_ended(slot, version, "a node that may have copies has not said which", None)
+                return
+        began_s, why_not = time.monotonic(), replicas.why_not_replicated(version)
         if why_not is not None:
             self._on_ended(slot, version, why_not, None)
             return
-        ended = lambda error: self._on_ended(slot, version, error, time.monotonic() - began_s)  # noqa: E731
-        placement = scheduler.replicas.retained_placement
-        manager.replicate(
-            identity, self._identity(scheduler.replicas.retained_version), context.guarded(ended), placement
-        )
+        manager, identity = self.manager, Identity(context.epoch, version)
+        assert manager is not None  # else nothing is replicated
+        nodes: Sequence[NodeAt] = ()
+        retained, error = self._identity(replicas.retained_version), ""
+        try:
+            nodes = await manager.replicate(identity, retained, replicas.retained_placement)
+        except AgentError as exc:
+            error = str(exc)
+        if self._on_ended(slot, version, error, time.monotonic() - began_s):
+            manager.evict_older(nodes, identity)
 
     def _identity(self, version: Version | None) -> Identity | None:
         return Identity(self._context.epoch, version) if version is not None else None
 
-    def _survey(self, manager: ReplicationManager, slot: int, version: Version) -> None:
-        """Asks the nodes which version is replicated, and replicates `version` then."""
-        context = self._context
+    async def _survey(self) -> SafeCheckpoint | None:
+        """Asks the nodes which version is replicated; None if one does not answer."""
+        context, manager = self._context, self.manager
+        assert manager is not None  # else nothing is replicated
         arenas = context.shares.local_share.arenas
         inherited = (arenas.get(each, {}).values() for each in context.scheduler.slots.inherited_versions)
         sealed = map(find_sealed_snapshot, itertools.chain.from_iterable(inherited))
         held = {made.identity for made in context.checkpoints.values()}
         held.update(found[0][0] for found in sealed if found is not None)
-
-        def surveyed(found: SafeCheckpoint | None) -> None:
-            if found is None:
-                self._on_ended(slot, version, "a node that may have copies has not said which", None)
-            else:
-                self._record_survey(found)
-                self.replicate(slot, version)
-
         known = self._identity(context.scheduler.replicas.replicated_version)
-        manager.find_replicated(context.epoch, known, held, context.world, context.guarded(surveyed))
+        return await manager.find_replicated(context.epoch, known, held, context.world)
 
     def _record_survey(self, found: SafeCheckpoint) -> None:
         context, newest, whole = self._context, found.newest, found.fully_replicated

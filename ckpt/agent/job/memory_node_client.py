@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.commit.commit_terms import CommitTerms
-from ckpt.agent.net.peer_network import answered
 from ckpt.agent.replication.replication_manager import LentMemory
-from ckpt.agent.runtime.coroutines import CallLater, Promise, gather, race, sleep, spawn, time_out
+from ckpt.agent.runtime.coroutines import CallLater, gather, race, sleep, spawn, time_out
 from ckpt.errors import AgentError, UsageError
 from ckpt.events import Event
 from ckpt.ipc.addresses import Address
@@ -204,16 +203,14 @@ class MemoryNodeClients:
         network = self._network()
         if network is None:
             return None, "this agent was not told to listen", False
-        name = Promise[str]()
-        if node.lent is not None and self._is_connected(node):
-            name.set_result(node.lent.node.name)
-        else:
-            network.connect_to_address(node.address, name.set_outcome)
         was_there = False
         try:
-            asked = await name
+            if node.lent is not None and self._is_connected(node):
+                name = node.lent.node.name
+            else:
+                name = await network.connect_to_address(node.address)
             was_there = True
-            return await answered(network, asked, fields, blobs), "", True
+            return await network.request(name, fields, blobs), "", True
         except AgentError as exc:
             return None, str(exc), was_there
 

@@ -9,7 +9,7 @@ import hashlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import psutil
@@ -17,10 +17,10 @@ import psutil
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.dialer import PeerListener, PendingHandshake, dial
 from ckpt.agent.net.handshake import Answerer, Dialler, Role, Session
-from ckpt.agent.net.progress import PeerRequests, Progress, Then
+from ckpt.agent.net.progress import PeerRequests, Progress
 from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.runtime.connections import Loop
-from ckpt.agent.runtime.coroutines import Promise, Task, run_on, start
+from ckpt.agent.runtime.coroutines import Promise, Task, run_on
 from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError, UsageError
@@ -120,18 +120,18 @@ class PeerNetwork:
         """The channel to that agent; None if there is none."""
         return self._channels.get(name)
 
-    def connect(self, node: NodeAt, then: Callable[[str], None]) -> None:
-        """Connects to an agent, unless a channel exists. Calls `then("")`, or `then(why)` on failure; never inside this
-        call."""
-        if node.name in self._channels:
-            self._loop.post(lambda: then(""))
-        else:
-            self._start_dial(node.name, node.addresses, node.name, lambda _, error: then(error))
+    def connect(self, node: NodeAt) -> Promise[str]:
+        """Connects to an agent, unless a channel exists. Returns a promise of its name, which this call never settles.
+        Errors of the promise: AgentError."""
+        if node.name not in self._channels:
+            return self._start_dial(node.name, node.addresses, node.name)
+        name = Promise[str]()
+        self._loop.post(lambda: name.set_result(node.name))
+        return name
 
-    def connect_to_address(self, address: Address, then: Callable[[str, str], None]) -> None:
-        """Connects to the agent at `address`, whose name is not known yet. Calls `then(its name, "")`, or
-        `then("", why)` on failure; never inside this call."""
-        self._start_dial(address, [address], None, then)
+    def connect_to_address(self, address: Address) -> Promise[str]:
+        """As `connect`, to the agent at `address`, whose name is not known yet."""
+        return self._start_dial(address, [address], None)
 
     def addresses(self, node: NodeAt) -> list[Address]:
         """The addresses of that agent. Those on the host that its channel leads to come first."""
@@ -149,19 +149,21 @@ class PeerNetwork:
         if channel is not None:
             channel.send(fields, blobs)
 
-    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
-        """Sends a request. Calls `then(answer, "")`, or `then(None, why)` on failure; never inside this call. The
-        request may take as long as the peer reports progress (see the module progress)."""
+    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> Promise[Message]:
+        """Sends a request. Returns a promise of the answer, which this call never settles. Errors of the promise:
+        AgentError. The request may take as long as the peer reports progress (see the module progress)."""
         channel = self._channels.get(name)
-        if channel is None:
-            self._loop.post(lambda: then(None, f"there is no connection to agent {name}"))
-        else:
-            self._requests.send(channel, fields, blobs, then)
+        if channel is not None:
+            return self._requests.send(channel, fields, blobs)
+        answer = Promise[Message]()
+        self._loop.post(lambda: answer.set_error(AgentError(f"there is no connection to agent {name}")))
+        return answer
 
     def close(self) -> None:
         for listener in self._listeners.values():
             listener.close()
         for dialling in list(self._pending_dials.values()):
+            dialling.drop_listeners()
             dialling.cancel()
         self._pending_dials.clear()
         for channel in [*self._channels.values(), *self._incoming_channels]:
@@ -242,16 +244,14 @@ class PeerNetwork:
 
         self._loop.call_later(SIMULTANEOUS_DIAL_S, later)
 
-    def _start_dial(
-        self, key: str | Address, addresses: Sequence[Address], name: str | None, then: Callable[[str, str], None]
-    ) -> None:
+    def _start_dial(self, key: str | Address, addresses: Sequence[Address], name: str | None) -> Task[str]:
         """Dials an agent. `key`: two calls with the same one share the attempts. `name`: the agent's name; None:
         unknown."""
         dialling = self._pending_dials.get(key)
         if dialling is None:
             dialling = self._pending_dials[key] = Task(self._dial(addresses, name))
             dialling.when_settled(lambda: self._pending_dials.pop(key, None))
-        start(dialling, lambda peer, error: then(peer or "", error))
+        return dialling
 
     async def _dial(self, addresses: Sequence[Address], name: str | None) -> str:
         """Dials all addresses of an agent at once, since some may lead nowhere or to another agent. Returns its name.
@@ -289,20 +289,6 @@ class PeerNetwork:
         finally:
             for each in handshakes:
                 each.cancel()
-
-
-def answered(network: PeerNetwork, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> Promise[Message]:
-    """The answer to a request; see `PeerNetwork.request`. Errors: AgentError."""
-    answer = Promise[Message]()
-    network.request(name, fields, blobs, answer.set_outcome)
-    return answer
-
-
-def connected(network: PeerNetwork, node: NodeAt) -> Promise[None]:
-    """Settled once there is a connection to that agent; see `PeerNetwork.connect`. Errors: AgentError."""
-    connection = Promise[None]()
-    network.connect(node, lambda error: connection.set_outcome(None, error))
-    return connection
 
 
 def secret_id_of(secret: bytes) -> str:

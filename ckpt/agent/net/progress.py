@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.runtime.coroutines import CallLater
+from ckpt.agent.runtime.coroutines import CallLater, Coro, Promise, Task
+from ckpt.agent.runtime.workers import error_text
 from ckpt.errors import AgentError
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_S = 600.0  # longer than any work that does not report progress
 REPORT_INTERVAL_S = 20.0
 CHECK_INTERVAL_S = 20.0  # between two looks for requests that are overdue
-
-Then = Callable[["Message | None", str], None]
 
 
 class Progress:
@@ -39,52 +38,54 @@ class Progress:
         self.count += 1
 
 
-class LongRequest:
-    """Another agent's request that takes long here. Sends the message `progress` for it until `answer` or `end`, or
-    until the connection has ended. The argument `progress` counts all work of that kind on this agent. So a request
-    that waits for its turn stays alive while others make progress."""
-
-    def __init__(self, channel: Channel, message: Message, progress: Progress, later: CallLater) -> None:
-        self._channel, self._id, self._progress, self._call_later = channel, int(message.fields["id"]), progress, later
-        self._is_ended = False
-        self._reported_count = progress.count
-        later(REPORT_INTERVAL_S, self._send_report)
-
-    def answer(self, body: dict[str, Any], error: str = "", blobs: Sequence[bytes] = ()) -> None:
-        """Answers the request with `body`, or refuses it if `error` is not ""."""
-        self.end()
-        answer_request(self._channel, self._id, body, error, blobs)
-
-    def end(self) -> None:
-        """Stops the reports."""
-        self._is_ended = True
-
-    def _send_report(self) -> None:
-        if self._is_ended or not self._channel.is_open:
-            return
-        if self._progress.count != self._reported_count:
-            self._reported_count = self._progress.count
-            self._channel.send({"t": "progress", "id": self._id})
-        self._call_later(REPORT_INTERVAL_S, self._send_report)
+Answer = tuple[dict[str, Any], Sequence[bytes]]  # the body and the blobs
 
 
-def answer_request(
-    channel: Channel, request_id: int, body: dict[str, Any], error: str, blobs: Sequence[bytes] = ()
+def serve_request(
+    work: Callable[[Channel, Message], Coro[Answer]],
+    progress: Progress,
+    later: CallLater,
+    channel: Channel,
+    message: Message,
 ) -> None:
-    """Answers another agent's request with `body`, or refuses it if `error` is not ""."""
-    if error:
-        channel.refuse(request_id, AgentError(error))
-    else:
-        channel.reply(request_id, body, blobs)
+    """Answers another agent's request with the result of `work`, or refuses it with the error. Errors: those of `work`
+    before its first wait; the caller refuses the request then.
+
+    Sends the message `progress` meanwhile, until the connection has ended. The argument `progress` counts all work of
+    that kind on this agent. So a request that waits for its turn stays alive while others make progress."""
+    request_id, reported_count, is_ended = int(message.fields["id"]), progress.count, False
+    answer = Task(work(channel, message))
+
+    def end() -> None:
+        nonlocal is_ended
+        is_ended = True
+        if answer.error is not None:
+            channel.refuse(request_id, AgentError(error_text(answer.error)))
+        else:
+            channel.reply(request_id, *answer.result())
+
+    def report() -> None:
+        nonlocal reported_count
+        if is_ended or not channel.is_open:
+            return
+        if progress.count != reported_count:
+            reported_count = progress.count
+            channel.send({"t": "progress", "id": request_id})
+        later(REPORT_INTERVAL_S, report)
+
+    if answer.is_settled:
+        answer.result()
+    answer.when_settled(end)
+    later(REPORT_INTERVAL_S, report)
 
 
 @dataclass(slots=True)
 class PeerRequest:
-    """A request to another agent. `on_answer` is called with its answer. `deadline_s`: when the request is given up."""
+    """A request to another agent. `deadline_s`: when the request is given up."""
 
     channel: Channel
-    on_answer: Then
     deadline_s: float
+    answer: Promise[Message] = field(default_factory=Promise)
 
 
 class PeerRequests:
@@ -96,12 +97,13 @@ class PeerRequests:
         self._is_check_scheduled = False
         self._numbers = itertools.count(1)
 
-    def send(self, channel: Channel, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
-        """Sends a request. Calls `then(answer, "")`, or `then(None, why)` on failure."""
+    def send(self, channel: Channel, fields: dict[str, Any], blobs: Sequence[bytes]) -> Promise[Message]:
+        """Sends a request. Returns the promise of its answer. Errors of the promise: AgentError."""
         number = next(self._numbers)
-        self._requests_by_id[number] = PeerRequest(channel, then, self._clock.now_s() + ANSWER_TIMEOUT_S)
+        asked = self._requests_by_id[number] = PeerRequest(channel, self._clock.now_s() + ANSWER_TIMEOUT_S)
         channel.send({**fields, "id": number}, blobs)
         self._schedule_timeout_check()
+        return asked.answer
 
     def handle_answer(self, channel: Channel, message: Message) -> None:
         """Ends the request that a `reply` or an `error` answers. Errors: ValueError if another agent was asked."""
@@ -124,14 +126,14 @@ class PeerRequests:
             self._finish(number, None, str(why))
 
     def clear(self) -> None:
-        """Forgets all requests. Nothing more is called for them."""
+        """Forgets all requests. Their promises are never settled."""
         self._requests_by_id.clear()
 
     def _finish(self, number: int, message: Message | None, error: str) -> None:
         asked = self._requests_by_id.pop(number, None)
         if asked is not None:
             self._progress.advance()
-            asked.on_answer(message, error)
+            asked.answer.set_outcome(message, error)
 
     def _schedule_timeout_check(self) -> None:
         """Starts the timer for overdue requests. One timer serves all, since there may be many requests a second."""

@@ -14,6 +14,7 @@ from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.startup_state import Start
 from ckpt.agent.replication.rereplicate import Rereplication
 from ckpt.agent.restore.collect import CheckpointCollector
+from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state.slots import WorkState
 from ckpt.types import OWN_NODE, Epoch
@@ -86,7 +87,7 @@ class Coordinator:
             return
         node: NodeAt | None = next((each for each in job.nodes if each.name == name), None)
         if node is not None:
-            network.connect(node, lambda error: self.reconnect_later(name) if error else None)
+            start(network.connect(node), lambda _, error: self.reconnect_later(name) if error else None)
 
     def reconnect_later(self, name: str) -> None:
         self._context.server.call_later(RECONNECT_S, lambda: self.reconnect_node(name))

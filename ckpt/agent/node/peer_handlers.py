@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpt.agent.adaptive.alarms import Alarms
 from ckpt.agent.job.follower_job import FollowerJob
 from ckpt.agent.job.job import Job
-from ckpt.agent.net.progress import answer_request
+from ckpt.agent.net.progress import Answer, Progress, serve_request
 from ckpt.agent.node.dispatch import Route, Sender, epoch_of
 from ckpt.agent.node.inventory_lease import EPOCH_GAP_MAX
 from ckpt.agent.node.node_context import NodeContext
@@ -160,14 +160,16 @@ class PeerHandlers:
     def _on_notice_answered(self, channel: Channel, message: Message) -> None:
         """The ranks were told to leave by a notice of this machine. A request: they have left, and their checkpoint is
         stored, so that the planned event may begin."""
-        fields, listeners = message.fields, self._notices.listeners
-        source, key = str(fields["source"]), str(fields["key"])
-        if "id" not in fields:
-            listeners.record_exit(source, key)
-            return
-        request_id = int(fields["id"])
+        if "id" in message.fields:
+            serve_request(self._acknowledge_event, Progress(), self._context.server.call_later, channel, message)
+        else:
+            self._notices.listeners.record_exit(str(message.fields["source"]), str(message.fields["key"]))
+
+    async def _acknowledge_event(self, channel: Channel, message: Message) -> Answer:
+        fields = message.fields
         self._memory.inventory_lease.check(channel.peer, epoch_of(fields))
-        listeners.acknowledge_event(source, key, lambda error: answer_request(channel, request_id, {}, error))
+        await self._notices.listeners.acknowledge_event(str(fields["source"]), str(fields["key"]))
+        return {}, ()
 
     def _withdraw_notice(self, channel: Channel, message: Message) -> None:
         """An operator takes a notice back: a node tells the coordinator, and the coordinator each node."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -13,12 +12,13 @@ import numpy as np
 
 from ckpt.agent.commit.distributed_write import write_part
 from ckpt.agent.commit.job_options import options_from
-from ckpt.agent.net.progress import LongRequest, Progress, answer_request
+from ckpt.agent.net.progress import Answer, Progress, serve_request
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.dispatch import Permissions, Route, Sender, epoch_of
 from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import START_READER, NodeMemory
-from ckpt.agent.runtime.workers import Lane, failure
+from ckpt.agent.runtime.coroutines import work_on
+from ckpt.agent.runtime.workers import Lane
 from ckpt.agent.snapshots.manifest_gather import encode_local_parts
 from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.errors import AgentError
@@ -27,7 +27,6 @@ from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.net.channel import Channel
-    from ckpt.store.packs import Written
 
 
 class SnapshotHandlers:
@@ -39,9 +38,12 @@ class SnapshotHandlers:
         self._writes: list[tuple[str, Identity, threading.Event]] = []  # these: who commits what; set to cancel
 
     def routes(self) -> list[Route]:
+        later = self._context.server.call_later
+        describe = functools.partial(serve_request, self._describe, Progress(), later)
+        write = functools.partial(serve_request, self._write_frames, self._write_progress, later)
         return [
-            Route("describe-snapshots", Sender.ANYONE, self._describe),
-            Route("write-frames", Sender.COORDINATOR_OR_SURVEYOR, self._write_frames),
+            Route("describe-snapshots", Sender.ANYONE, describe),
+            Route("write-frames", Sender.COORDINATOR_OR_SURVEYOR, write),
             Route("publish", Sender.COORDINATOR_OR_SURVEYOR, self._publish),
             Route("withdraw", Sender.OWNER, self._withdraw),
             Route("replicate", Sender.EVICTING_COORDINATOR, self.serve_request),
@@ -62,20 +64,17 @@ class SnapshotHandlers:
 
     # -- reading
 
-    def _describe(self, channel: Channel, message: Message) -> None:
+    async def _describe(self, channel: Channel, message: Message) -> Answer:
         """Answers with the declarations and hashes of the snapshots that are held here, without their data."""
         fields = message.fields
-        request_id, world, sealed = int(fields["id"]), int(fields["world"]), bool(fields.get("sealed"))
+        world, sealed = int(fields["world"]), bool(fields.get("sealed"))
         identity, ranks = Identity.parse(str(fields["identity"])), [int(rank) for rank in fields["ranks"]]
         # A dead coordinator may not have asked for hashes yet; its successor appoints nothing meanwhile.
         hashed = not self._permissions.is_coordinator(channel.peer, identity.epoch)
         arenas = self._memory.require_arenas(identity, ranks, hashed)
-
-        def read(done: Future[bytes]) -> None:
-            sizes, error = [[rank, arena.size_bytes] for rank, arena in arenas.items()], failure(done)
-            answer_request(channel, request_id, {"sizes": sizes}, error, [] if error else [done.result()])
-
-        self._context.workers.run(Lane.FRONT, lambda: encode_local_parts(identity, world, arenas, sealed), read)
+        encode = lambda: encode_local_parts(identity, world, arenas, sealed)  # noqa: E731
+        encoded = await work_on(self._context.workers, Lane.FRONT, encode)
+        return {"sizes": [[rank, arena.size_bytes] for rank, arena in arenas.items()]}, [encoded]
 
     def _publish(self, channel: Channel, message: Message) -> None:
         """Lets other nodes fetch snapshots or parity. With frames: those of one rank, which a start has described, are
@@ -102,25 +101,16 @@ class SnapshotHandlers:
 
     def serve_request(self, channel: Channel, message: Message) -> None:
         """A peer asks for this node's work on replicas; see ReplicaService."""
-        request = LongRequest(channel, message, self._memory.replicas.progress, self._context.server.call_later)
+        progress, later = self._memory.replicas.progress, self._context.server.call_later
+        serve_request(self._work_on_replicas, progress, later, channel, message)
 
-        def done(blobs: list[bytes], error: str) -> None:
-            if message.kind == "replicate":
-                error = error or self._late_refusal(channel.peer, message.fields)
-            request.answer({}, error, blobs)
-
-        try:
-            fields = {**message.fields, "reader": _reader_name(channel, message.fields)}
-            self._memory.replica_service.serve_request(fields, message.blobs, done)
-        except BaseException:
-            request.end()  # it is refused
-            raise
-
-    def _late_refusal(self, name: str, fields: dict[str, Any]) -> str:
-        """Why a replica that has just arrived does not count; "" if it does. One that arrived during a survey was not
-        listed, so no peer may drop older replicas for it."""
-        again = bool(fields.get("rereplication"))
-        return "" if again else self._memory.inventory_lease.refusal(name, epoch_of(fields))
+    async def _work_on_replicas(self, channel: Channel, message: Message) -> Answer:
+        fields = {**message.fields, "reader": _reader_name(channel, message.fields)}
+        blobs = await self._memory.replica_service.serve(fields, message.blobs)
+        if message.kind == "replicate" and not fields.get("rereplication"):
+            # One that arrived during a survey was not listed, so no peer may drop older replicas for it.
+            self._memory.inventory_lease.check(channel.peer, epoch_of(fields))
+        return {}, blobs
 
     def _evict(self, channel: Channel, message: Message) -> None:
         """The coordinator needs something no more. "older": what is older than a checkpoint that is replicated;
@@ -139,28 +129,24 @@ class SnapshotHandlers:
 
     # -- parts of other nodes' commits
 
-    def _write_frames(self, channel: Channel, message: Message) -> None:
+    async def _write_frames(self, channel: Channel, message: Message) -> Answer:
         """Writes this node's part of a commit that another node makes. The snapshots are leased meanwhile."""
         fields, replicas, store = message.fields, self._memory.replicas, self._context.store
         identity = Identity.parse(str(fields["identity"]))
         options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
         wanted = WriteRequest.decode(identity, message.blobs[0], options.codec, options.limits.bandwidth)
         arenas = self._memory.require_arenas(identity, np.unique(wanted.ranks).tolist())
-        request = LongRequest(channel, message, self._write_progress, self._context.server.call_later)
         under_way = channel.peer, identity, threading.Event()
-
-        def written(done: Future[Written]) -> None:
-            self._writes.remove(under_way)
-            replicas.arenas.release(identity)
-            error = failure(done)
-            blobs = [] if error else [done.result().places.tobytes(), msgpack.packb(done.result().packs)]
-            request.answer({}, error, blobs)
-
         # Leased, since a newer checkpoint may be replicated meanwhile and evict this one.
         replicas.arenas.lease(identity)
         self._writes.append(under_way)
         write = functools.partial(write_part, store, wanted, arenas, self._write_progress.advance, under_way[2])
-        self._context.workers.run(Lane.COMMIT, write, written)
+        try:
+            written = await work_on(self._context.workers, Lane.COMMIT, write)
+        finally:
+            self._writes.remove(under_way)
+            replicas.arenas.release(identity)
+        return {}, [written.places.tobytes(), msgpack.packb(written.packs)]
 
 
 def _reader_name(channel: Channel, fields: dict[str, Any]) -> str:

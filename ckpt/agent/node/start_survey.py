@@ -14,7 +14,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ckpt.agent.job.memory_node_client import MemoryNodeClients
-from ckpt.agent.net.peer_network import answered, connected
 from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.startup_state import Start
@@ -62,7 +61,7 @@ class StartSurvey:
         fields = {"t": "survey", "launch": start.launch, "take_over": start.take_over}
         for tries in itertools.count(1):
             try:
-                await connected(network, node)
+                await network.connect(node)
             except AgentError as exc:
                 raise AgentError(
                     f"agent {node.name} cannot be reached from the node of rank 0 ({exc}): "
@@ -70,7 +69,7 @@ class StartSurvey:
                 ) from exc
             asked = network.channel(node.name)
             try:
-                answer = await answered(network, node.name, fields)
+                answer = await network.request(node.name, fields)
                 break
             except AgentError as exc:
                 # Another connection: this one ended, as when both nodes dial each other at once.

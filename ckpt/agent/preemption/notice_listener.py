@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.agent.preemption.notice_relay import OUTLIVES_S, PAST_S, ExitTiming
-from ckpt.errors import CkptError, UsageError
+from ckpt.agent.runtime.coroutines import Promise
+from ckpt.errors import AgentError, CkptError, UsageError
 from ckpt.events import Events
 from ckpt.ipc.notice_sources import Sources
 from ckpt.threads import Tasks
@@ -99,21 +100,16 @@ class NoticeListeners:
         if when is ExitTiming.NOT_AGAIN:
             self._exit_notices.add((notice.source, notice.key))
 
-    def acknowledge_event(self, source: str, key: str, then: Callable[[str], None]) -> None:
-        """Tells the source that its planned event, which stands here, may begin now; retries a few times.
-        `then` is called later on the main thread, with "" if the source agreed, else with the reason."""
-        azure, tasks = self._azure_listener, self._tasks
+    async def acknowledge_event(self, source: str, key: str) -> None:
+        """Tells the source that its planned event, which stands here, may begin now; retries a few times. Errors:
+        CkptError with the reason, if the source does not agree."""
+        azure, tasks, answer = self._azure_listener, self._tasks, Promise[None]()
         if not self.sources.acknowledge:
-            error = "this node's user does not let it (CKPT_ACKNOWLEDGE)"
-        elif azure is None or tasks is None or source != azure.name or (source, key) not in self.standing_notices:
-            error = "it does not stand here"
-        else:
-            try:
-                tasks.start("acknowledge", lambda: self._send_acknowledgement(azure, tasks, key, then))
-                return
-            except CkptError as exc:
-                error = str(exc)
-        self._post(lambda: then(error))
+            raise AgentError("this node's user does not let it (CKPT_ACKNOWLEDGE)")
+        if azure is None or tasks is None or source != azure.name or (source, key) not in self.standing_notices:
+            raise AgentError("it does not stand here")
+        tasks.start("acknowledge", lambda: self._send_acknowledgement(azure, tasks, key, answer))
+        await answer
 
     def close(self) -> None:
         """Stops, and waits for the threads. Errors: CkptError if a thread does not end."""
@@ -158,7 +154,7 @@ class NoticeListeners:
             text = f"{listener.name} is not listened to any more: {type(exc).__name__}: {exc}"
             self._events.emit("notices.failed", text, loud=True, source=listener.name)
 
-    def _send_acknowledgement(self, azure: AzureListener, tasks: Tasks, key: str, then: Callable[[str], None]) -> None:
+    def _send_acknowledgement(self, azure: AzureListener, tasks: Tasks, key: str, answer: Promise[None]) -> None:
         error = ""
         for _ in range(ACKNOWLEDGE_TRIES):
             try:
@@ -168,7 +164,7 @@ class NoticeListeners:
                 break
             if not error or tasks.stopping.wait(ACKNOWLEDGE_RETRY_S):
                 break
-        self._post(lambda: then(error))
+        self._post(lambda: answer.set_outcome(None, error))
 
     # -- on the main thread
 

@@ -23,8 +23,8 @@ from ckpt.agent.replication.parity_worker import FrameOrigin, ParityWorker
 from ckpt.agent.replication.rebuild_queue import RebuildQueue, RebuildWork
 from ckpt.agent.replication.replica_offers import transfer_name
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.runtime.coroutines import Cancelled, Promise, Task, run_on
-from ckpt.agent.runtime.workers import Lane, Workers, error_text
+from ckpt.agent.runtime.coroutines import Cancelled, Promise, run_on, start
+from ckpt.agent.runtime.workers import Lane, Workers
 from ckpt.agent.snapshots.described import (
     DescribedSnapshot,
     ParityChunk,
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 
 CHUNKS_MAX = 4096  # parity chunks named in one message
 PARITY_SOURCE = "parity"  # the source name, in ReplicaStore.record_transfer, of chunks made here
-
-
-Then = Callable[[list[bytes], str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +116,27 @@ class ReplicaService:
         self._rebuild_queue = RebuildQueue(copies.arenas, free_bytes)
 
     def ask(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> Promise[list[bytes]]:
-        """Sends a request to `node` ("" is this one). The blobs of its answer come after this call. Errors of the
-        promise: CkptError."""
-        network, answer = self._network(), Promise[list[bytes]]()
-        if not node or (network is not None and node == network.agent_name):
-            self._post(lambda: self._serve_here(fields, blobs, answer))
-        elif network is None:
-            self._post(lambda: answer.set_error(AgentError(f"there is no way to agent {node}")))
-        else:
-            network.request(
-                node, fields, blobs, lambda found, error: answer.set_outcome(found.blobs if found else [], error)
-            )
+        """Sends a request to `node` ("" is this one). Returns the promise of the blobs of its answer. The request goes
+        on if nobody waits for it any more. Errors of the promise: AgentError."""
+        answer = Promise[list[bytes]]()
+        start(self._ask(node, fields, blobs), answer.set_outcome)
         return answer
 
+    async def _ask(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes]) -> list[bytes]:
+        network = self._network()
+        if not node or (network is not None and node == network.agent_name):
+            # Later, as at the other nodes: this one begins no sooner than they.
+            turn = Promise[None]()
+            self._post(lambda: turn.set_result(None))
+            await turn
+            return await self.serve(fields, blobs)
+        if network is None:
+            raise AgentError(f"there is no way to agent {node}")
+        return (await network.request(node, fields, blobs)).blobs
+
     async def ask_for_offers(self, node: str, identity: Identity, fields: dict[str, Any], reader: str) -> list[bytes]:
-        """Has `node` offer what lies there of the checkpoint ("publish"). A caller that is
-        cancelled meanwhile leaves no offer. Errors: CkptError."""
+        """Has `node` offer what lies there of the checkpoint ("publish"). A caller that is cancelled meanwhile leaves
+        no offer. Errors: AgentError."""
         answer = self.ask(node, {**fields, "identity": str(identity), "reader": reader})
         try:
             return await answer
@@ -158,24 +160,9 @@ class ReplicaService:
         self._replicas.offers.withdraw(identity, reader)
         self._rebuild_queue.refuse_queued(reader, f"nobody waits for {identity} any more")
 
-    def _serve_here(self, fields: dict[str, Any], blobs: Sequence[bytes], answer: Promise[list[bytes]]) -> None:
-        try:
-            self.serve_request(fields, blobs, lambda found, error: answer.set_outcome(found, error))
-        except CkptError as exc:
-            answer.set_error(exc)
-
-    def serve_request(self, fields: Mapping[str, Any], blobs: Sequence[bytes], then: Then) -> None:
-        """Serves one request. `then` hears the blobs of the answer and "", or the error. Errors: AgentError, or any
-        error of a malformed message; then `then` is not called."""
-        serving = Task(self._serve(fields, blobs))
-        if serving.is_settled:
-            then(serving.result(), "")
-            return
-        serving.when_settled(
-            lambda: then([], error_text(serving.error)) if serving.error else then(serving.result(), "")
-        )
-
-    async def _serve(self, fields: Mapping[str, Any], blobs: Sequence[bytes]) -> list[bytes]:
+    async def serve(self, fields: Mapping[str, Any], blobs: Sequence[bytes]) -> list[bytes]:
+        """Serves one request. Returns the blobs of the answer. Errors: CkptError; before its first wait any error of a
+        malformed message."""
         identity = Identity.parse(str(fields["identity"]))
         match fields["t"]:
             case "replicate":

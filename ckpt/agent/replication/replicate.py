@@ -3,7 +3,7 @@
 1. Each source describes its snapshots and offers them ("publish").
 2. Once a holder's sources are described, the holder is told what to keep ("replicate"): copies of the snapshots, or
    parity chunks that it makes of them. It fetches the bytes from the sources, verifies them, and answers.
-3. When all have answered, the caller says whether the checkpoint counts as replicated: a holder may be lost by now.
+3. When all have answered, the caller decides whether the checkpoint counts as replicated: a holder may be lost by now.
 4. If it does, the nodes hear that they may evict older checkpoints ("evict").
 
 If any replica fails, the replication has failed. Replicas that did arrive are evicted once the next replication begins.
@@ -12,7 +12,7 @@ A re-replication (rereplicate.py) is the same with another plan, and evicts noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,35 +64,34 @@ def assign_parity(groups: Iterable[ParityGroup], ranks: Mapping[str, Sequence[in
 
 
 async def replicate(
-    network: PeerNetwork,
     store: ReplicaStore,
     service: ReplicaService,
     nodes: Sequence[NodeAt],
     identity: Identity,
     assignments: Iterable[Assignment],
-    then: Callable[[str], bool | None],
     safe: Identity | None = None,
     needed: Mapping[str, Sequence[int]] | None = None,
-) -> None:
+) -> Sequence[NodeAt]:
     """Replicates a checkpoint, see `make_replicas`. Assignments without a rank, or with a source that is not among
-    `nodes`, are left out. `then` is called once, with "" or the error. It returns whether older checkpoints may be
-    evicted now; otherwise none is."""
+    `nodes`, are left out. Returns the nodes for `evict_older`: () if nothing was to be made. Errors: AgentError."""
     names = {node.name for node in nodes}
     wanted = [
         each for each in assignments if any(each.ranks_by_source.values()) and each.ranks_by_source.keys() <= names
     ]
     errors = await make_replicas(service, nodes, identity, wanted, safe, needed)
-    error = next(iter(errors.values()), "")
-    try:
-        if not error:
-            store.check_eviction(identity.epoch)
-    except AgentError as exc:  # A start surveys this node: nothing is evicted, and the caller tries again.
-        error = str(exc)
-    if then(error) and not error and wanted:
+    if errors:
+        raise AgentError(next(iter(errors.values())))
+    store.check_eviction(identity.epoch)  # fails while a start surveys this node; the caller tries again
+    return nodes if wanted else ()
+
+
+def evict_older(network: PeerNetwork, store: ReplicaStore, nodes: Sequence[NodeAt], identity: Identity) -> None:
+    """Has `nodes`, this one among them, evict the checkpoints older than `identity`, which is replicated."""
+    if nodes:
         store.evict_older_than(identity)
-        for node in nodes:
-            if node.name != network.agent_name:
-                network.notify(node.name, {"t": "evict", "what": "older", "identity": str(identity)})
+    for node in nodes:
+        if node.name != network.agent_name:
+            network.notify(node.name, {"t": "evict", "what": "older", "identity": str(identity)})
 
 
 async def make_replicas(

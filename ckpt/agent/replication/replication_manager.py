@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.replication.parity_worker import WORK_BYTES
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.replicate import Assignment, assign_parity, replicate
+from ckpt.agent.replication.replicate import Assignment, assign_parity, evict_older, replicate
 from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated
-from ckpt.agent.runtime.coroutines import spawn
 from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.state.retention_rule import surviving_nodes
 from ckpt.ipc.failure_domains import find_lost_with_hosts, relevant_domains, without_host
@@ -245,17 +244,12 @@ class ReplicationManager:
             found.append(f"CKPT_DOMAIN is set on other nodes and not on {which}: each counts as a domain of its own")
         return found
 
-    def replicate(
-        self,
-        identity: Identity,
-        safe: Identity | None,
-        then: Callable[[str], bool | None],
-        needed: Sequence[Kept] | None = None,
-    ) -> None:
+    async def replicate(
+        self, identity: Identity, safe: Identity | None, needed: Sequence[Kept] | None = None
+    ) -> Sequence[NodeAt]:
         """Replicates a checkpoint under the current placement. `safe`: the newest replicated checkpoint so far.
-        `needed`: who keeps the replicas of `safe` that must stay; None: unknown.
-        `then` is called once, with "" when every replica is in place and verified, else with the error. It returns
-        whether peers may drop older replicas; see `replicate`."""
+        `needed`: who keeps the replicas of `safe` that must stay; None: unknown. Returns the nodes for `evict_older`,
+        once every replica is in place and verified. Errors: AgentError."""
         placement = self.placement
         assert placement is not None
         # A checkpoint that is replicated already keeps its placement until this replication succeeds.
@@ -268,7 +262,6 @@ class ReplicationManager:
             oldest = next(iter(self._placements_used))
             del self._placements_used[oldest]
             self._nodes_involved.pop(oldest, None)
-        nodes = [*self._nodes, *(each.node for each in self._memory_nodes())]
         ranks = {node.name: node.ranks for node in self._nodes}
         named: dict[str, list[int]] = {}
         for kept in needed or ():
@@ -276,12 +269,6 @@ class ReplicationManager:
                 named.setdefault(holder or self._network.agent_name, []).extend(
                     ranks[kept.node or self._network.agent_name]
                 )
-
-        def ended(error: str) -> bool | None:
-            if not error:
-                self._placements_used[identity] = placement
-            return then(error)
-
         if isinstance(placement.option, Parity):
             assignments = assign_parity(placement.groups, ranks)
         else:
@@ -290,21 +277,22 @@ class ReplicationManager:
                 for kept in placement.protected_states
                 for holder in kept.holders
             ]
-        services = self._network, self._replicas, self._service, nodes
-        spawn(replicate(*services, identity, assignments, ended, safe, named if needed is not None else None))
+        about = self._replicas, self._service, self._all_nodes, identity, assignments, safe
+        nodes = await replicate(*about, named if needed is not None else None)
+        self._placements_used[identity] = placement
+        return nodes
 
-    def find_replicated(
-        self,
-        epoch: Epoch,
-        safe: Identity | None,
-        held: Iterable[Identity],
-        world: int,
-        then: Callable[[SafeCheckpoint | None], None],
-    ) -> None:
-        """Surveys the nodes for the newest replicated checkpoint of that epoch (see survey.py). `then` hears the
-        result, or None if a node did not answer. `safe`: the newest that this agent knows to be replicated, even if
-        only in part, which peers are not told. `held`: the checkpoints in this node's slots. Each node's part is
-        searched for, also if no node has memory for it now: a replica may have been kept before."""
+    def evict_older(self, nodes: Sequence[NodeAt], identity: Identity) -> None:
+        """That checkpoint, which `replicate` has replicated, counts as such: peers may drop older replicas."""
+        evict_older(self._network, self._replicas, nodes, identity)
+
+    async def find_replicated(
+        self, epoch: Epoch, safe: Identity | None, held: Iterable[Identity], world: int
+    ) -> SafeCheckpoint | None:
+        """Surveys the nodes for the newest replicated checkpoint of that epoch (see survey.py). Returns the result, or
+        None if a node did not answer. `safe`: the newest that this agent knows to be replicated, even if only in part,
+        which peers are not told. `held`: the checkpoints in this node's slots. Each node's part is searched for, also
+        if no node has memory for it now: a replica may have been kept before."""
         own = self._replicas.inventory()
         ranks = {node.name: node.ranks for node in self._nodes}
         for identity in held:
@@ -315,17 +303,16 @@ class ReplicationManager:
             for rank in ranks[kept.node or self._network.agent_name]
         }
         own.announced_replicated = max(filter(None, (safe, own.announced_replicated)), default=None)
+        wanted = [max(1, losses.get(rank, 0)) for rank in range(world)]
+        found = await find_replicated(self._network, self._all_nodes, own, epoch, wanted)
+        if found is not None and found.newest is not None:
+            # Its holders are unknown: a peer may keep a replica from before this agent was started.
+            self._nodes_involved.pop(found.newest, None)
+        return found
 
-        async def find() -> None:
-            wanted = [max(1, losses.get(rank, 0)) for rank in range(world)]
-            found = await find_replicated(self._network, nodes, own, epoch, wanted)
-            if found is not None and found.newest is not None:
-                # Its holders are unknown: a peer may keep a replica from before this agent was started.
-                self._nodes_involved.pop(found.newest, None)
-            then(found)
-
-        nodes = [*self._nodes, *(each.node for each in self._memory_nodes())]
-        spawn(find())
+    @property
+    def _all_nodes(self) -> list[NodeAt]:
+        return [*self._nodes, *(each.node for each in self._memory_nodes())]
 
 
 def _involved_nodes(placement: Placement) -> set[str]:

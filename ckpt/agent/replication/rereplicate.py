@@ -73,7 +73,6 @@ class Rereplication:
         report: Callable[[bool], None],
     ) -> None:
         self.identity = identity
-        self.is_copying = False
         self._network, self._service = network, service
         self._get_nodes, self._get_own, self._rebuild = nodes, own, rebuild
         self._guard, self._call_later, self._emit, self._report_replicated = guard, later, emit, report
@@ -180,11 +179,7 @@ class Rereplication:
         """Makes these copies. Errors: AgentError if one of them fails."""
         began_s = time.monotonic()
         assignments = [Assignment(copy.holder, {copy.source: copy.ranks}) for copy in copies]
-        self.is_copying = True
-        try:
-            errors = await make_replicas(self._service, nodes, self.identity, assignments, evicts=False)
-        finally:
-            self.is_copying = False
+        errors = await make_replicas(self._service, nodes, self.identity, assignments, evicts=False)
         made: list[tuple[str, str, list[int]]] = []
         for each in assignments:
             ((source, ranks),) = each.ranks_by_source.items()

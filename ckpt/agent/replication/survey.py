@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.net.peer_network import PeerNetwork, answered, connected
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.runtime.coroutines import CallLater, gather, race, time_out
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import AgentError
@@ -106,9 +106,9 @@ async def survey(
         answer = None
         try:
             if later is not None:
-                await connected(network, node)
+                await network.connect(node)
             asked(node)
-            answer = await answered(network, node.name, {"t": "survey", **fields})
+            answer = await network.request(node.name, {"t": "survey", **fields})
             found[node.name] = Inventory.unpack(answer.blobs[0])
         except Exception as exc:  # A malformed answer can raise anything, and someone waits for the result.
             level = logging.INFO if isinstance(exc, AgentError) and answer is None else logging.WARNING

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.agent.net.peer_network import PeerNetwork, answered, connected
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.restore.peer_fetch import PeerOffer
 from ckpt.agent.runtime.coroutines import Semaphore, sleep, spawn
 from ckpt.agent.runtime.workers import error_text
@@ -106,10 +106,10 @@ class HomeClient:
                     if self._attempts > ATTEMPTS_MAX:
                         raise broken
                 async with self._dials:
-                    await connected(self._network, self._node)
+                    await self._network.connect(self._node)
                 channel, broken = self._network.channel(name), None
                 try:
-                    answer = await answered(self._network, name, fields, [encode_frames(self._unanswered_frames)])
+                    answer = await self._network.request(name, fields, [encode_frames(self._unanswered_frames)])
                 except CkptError as exc:
                     # The connection has ended, for example since both nodes dialled at once: the home did not refuse.
                     if self._network.channel(name) is channel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from ckpt.agent.net.peer_network import PeerNetwork, answered
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.runtime.coroutines import gather, run_on
 from ckpt.agent.runtime.workers import Lane, Workers, error_text
 from ckpt.agent.snapshots.manifest_gather import FramePlaces, GatheredManifest, read_parts
@@ -93,7 +93,7 @@ class ManifestRequest:
         if self._network is None:
             raise AgentError("there is no way to it")
         fields = {"t": "describe-snapshots", "identity": str(self._identity), "ranks": ranks, "world": self._world}
-        answer = await answered(self._network, name, {**fields, "sealed": self._is_partial})
+        answer = await self._network.request(name, {**fields, "sealed": self._is_partial})
         parts = decode_parts(answer.blobs[0], {})
         sizes = {int(rank): int(size) for rank, size in answer.fields["sizes"]}
         if sorted(part.declaration.rank for part in parts) != sorted(ranks) or sizes.keys() != set(ranks):

@@ -16,9 +16,8 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.agent.net.peer_network import PeerNetwork, answered
+from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.runtime.event_loop import Peer
 from ckpt.agent.snapshots.memory_checkpoint import StagedPart
 from ckpt.errors import AgentError
@@ -159,10 +158,9 @@ class RemoteShare:
         """The ranks leave because of this notice of that node's machine."""
         self.notify({"t": "notice-answered", "source": source, "key": key})
 
-    def acknowledge_event(self, source: str, key: str, then: Callable[[str], None]) -> None:
-        """Has that node's agent acknowledge a planned event. `then` hears "" if the source agreed, else the error."""
-        fields = {"t": "notice-answered", "source": source, "key": key}
-        start(self._ask(fields, (), lambda _: None), lambda _, error: then(error))
+    async def acknowledge_event(self, source: str, key: str) -> None:
+        """Has that node's agent acknowledge a planned event. Errors: AgentError, also if the source did not agree."""
+        await self._ask({"t": "notice-answered", "source": source, "key": key}, (), lambda _: None)
 
     def drop(self) -> None:
         if not self.is_dropped:
@@ -210,7 +208,7 @@ class RemoteShare:
     async def _ask(self, fields: dict[str, Any], blobs: Sequence[bytes], read: Callable[[Message], T]) -> T:
         """Sends a request; returns `read` of the answer. Errors: AgentError. A malformed answer is an error too, and
         does not end the connection."""
-        answer = await answered(self._network, self.name, {**fields, "epoch": str(self._epoch)}, blobs)
+        answer = await self._network.request(self.name, {**fields, "epoch": str(self._epoch)}, blobs)
         try:
             return read(answer)
         except Exception as exc:

@@ -10,6 +10,7 @@ import pytest
 
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.job.memory_node_client import ANSWER_TIMEOUT_S, CALL_S, MemoryNodeClients
+from ckpt.agent.runtime.coroutines import Promise
 from ckpt.ipc.addresses import Address
 
 ADDRESS = Address.parse("127.0.0.1:9")
@@ -23,7 +24,7 @@ class Network:
 
     def __init__(self) -> None:
         self.error = ""
-        self.asked: list[Callable[..., None]] = []
+        self.asked: list[Promise[Any]] = []
         self.later: dict[float, Callable[[], None]] = {}
         self.is_connected = False
         network = lambda: cast(Any, self)  # noqa: E731
@@ -33,11 +34,14 @@ class Network:
         self.nodes.begin_borrowing(cast(CommitTerms, SimpleNamespace(encode=lambda: b"")), [ADDRESS])
         return self.nodes
 
-    def connect_to_address(self, address: Address, then: Callable[..., None]) -> None:
-        then("" if self.error else "lender", self.error)
+    def connect_to_address(self, address: Address) -> Promise[str]:
+        name = Promise[str]()
+        name.set_outcome("lender", self.error)
+        return name
 
-    def request(self, name: str, fields: Any, blobs: Any, then: Callable[..., None]) -> None:
-        self.asked.append(then)
+    def request(self, name: str, fields: Any, blobs: Any) -> Promise[Any]:
+        self.asked.append(Promise())
+        return self.asked[-1]
 
     def channel(self, name: str) -> object:
         return self if self.is_connected else None
@@ -56,7 +60,7 @@ def test_one_whose_connection_has_ended_may_be_there_still_until_it_was_called_a
     """What it keeps may be all that outlives a node, and nothing goes before it was asked."""
     network = Network()
     memory_nodes = network.begin()
-    network.asked.pop()(LOAN, "")
+    network.asked.pop().set_outcome(LOAN, "")
     assert [each.name for each in memory_nodes.nodes()] == ["lender"]
     assert not memory_nodes.has_pending_nodes
     assert memory_nodes.on_disconnect("lender")
@@ -66,7 +70,7 @@ def test_one_whose_connection_has_ended_may_be_there_still_until_it_was_called_a
         network.error = "nobody listens there"
     network.later[CALL_S]()
     if then == "it is back":
-        network.asked.pop()(LOAN, "")
+        network.asked.pop().set_outcome(LOAN, "")
     assert memory_nodes.has_pending_nodes is (then == "it does not answer")
     network.later[ANSWER_TIMEOUT_S]()
     assert not memory_nodes.has_pending_nodes, "for ever nobody waits"
@@ -78,10 +82,10 @@ def test_one_whose_connection_ends_while_it_is_asked_is_missed_all_the_same() ->
     What it kept is not believed to be there any more, and it may be there still."""
     network = Network()
     memory_nodes, network.is_connected = network.begin(), True
-    network.asked.pop()(LOAN, "")
+    network.asked.pop().set_outcome(LOAN, "")
     network.later[CALL_S]()
     network.is_connected = False  # in the order of Network.closed
-    network.asked.pop()(None, f"{ENDED}: it has been silent for 20 s")
+    network.asked.pop().set_outcome(None, f"{ENDED}: it has been silent for 20 s")
     assert memory_nodes.on_disconnect("lender")
     assert memory_nodes.nodes() == []
     assert memory_nodes.has_pending_nodes
@@ -91,15 +95,15 @@ def test_one_whose_connection_ends_while_it_is_called_first_may_be_there_still_u
     """As by a coordinator that was started again: it is waited for once, not each time that it does not answer."""
     network = Network()
     memory_nodes = network.begin()
-    network.asked.pop()(None, ENDED)
+    network.asked.pop().set_outcome(None, ENDED)
     assert memory_nodes.has_pending_nodes
     gone = network.later.pop(ANSWER_TIMEOUT_S)
     network.later[CALL_S]()
-    network.asked.pop()(None, ENDED)
+    network.asked.pop().set_outcome(None, ENDED)
     assert memory_nodes.has_pending_nodes
     gone()
     assert not memory_nodes.has_pending_nodes, "for ever nobody waits"
     network.later[CALL_S]()
-    network.asked.pop()(None, ENDED)
+    network.asked.pop().set_outcome(None, ENDED)
     assert not memory_nodes.has_pending_nodes
     assert ANSWER_TIMEOUT_S not in network.later

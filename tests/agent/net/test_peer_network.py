@@ -11,6 +11,7 @@ import pytest
 
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork, link_bytes_s
+from ckpt.agent.runtime.coroutines import Promise
 from ckpt.agent.runtime.workers import Workers
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
@@ -73,16 +74,14 @@ def test_of_the_connections_to_several_addresses_of_one_agent_both_ends_keep_the
     loop: TurnedLoop, agent: Callable[[str], Agent]
 ) -> None:
     one, two = agent("one"), agent("two")
-    connected: list[str] = []
-    one.network.connect(two.at(hosts=8), connected.append)
-    loop.until(lambda: connected)
-    assert connected == [""]
+    connected = one.network.connect(two.at(hosts=8))
+    loop.until(lambda: connected.is_settled)
+    assert connected.result() == "two"
     for caller, called in ((one, "two"), (two, "one"), (one, "two")):
         loop.until(lambda caller=caller, called=called: caller.network.channel(called))
-        answers: list[tuple[Message | None, str]] = []
-        caller.network.request(called, {"t": "anything"}, (), lambda *found, to=answers: to.append(found))
-        loop.until(lambda answers=answers: answers)
-        assert answers[0][1] == "", answers
+        answer = caller.network.request(called, {"t": "anything"})
+        loop.until(lambda answer=answer: answer.is_settled)
+        assert answer.error is None
     for _ in range(20):
         loop.turn(0.005)  # what the others' ends lead to
     assert one.network.channel("two") is not None
@@ -104,10 +103,9 @@ def test_who_is_told_to_listen_elsewhere_is_reached_there_and_where_others_knew_
     within = Address("127.0.0.5", before.port)
     assert one.network.listen(SECRET, str(within)) == [within], "of all interfaces, where it listens, that one is named"
     for name, address in (("two", named), ("three", before), ("four", within)):
-        connected: list[str] = []
-        agent(name).network.connect(NodeAt("one", (address,), ()), connected.append)
-        loop.until(lambda connected=connected: connected)
-        assert connected == [""]
+        connected = agent(name).network.connect(NodeAt("one", (address,), ()))
+        loop.until(lambda connected=connected: connected.is_settled)
+        assert connected.result() == "one"
 
 
 def test_two_agents_that_dial_each_other_at_once_are_left_with_one_connection_that_both_keep(
@@ -116,24 +114,21 @@ def test_two_agents_that_dial_each_other_at_once_are_left_with_one_connection_th
     rng = random.Random(seed)
     for turn in range(40):
         one, two = agent(f"one-{turn}"), agent(f"two-{turn}")
-        heard: list[str] = []
+        connected: list[Promise[str]] = []
         pairs = [(one, two), (two, one)]
         rng.shuffle(pairs)
         for caller, called in pairs:
-            caller.network.connect(called.at(hosts=rng.choice((1, 1, 3))), heard.append)
+            connected.append(caller.network.connect(called.at(hosts=rng.choice((1, 1, 3)))))
             for _ in range(rng.choice((0, 0, 1, 2, 4))):
                 loop.turn(0.001)
-        loop.until(lambda heard=heard: len(heard) == 2)
-        assert heard == ["", ""]
+        loop.until(lambda connected=connected: all(each.is_settled for each in connected))
+        assert [each.result() for each in connected] == [called.network.agent_name for _, called in pairs]
         for _ in range(5):
             loop.turn(0.002)
         for caller, called in pairs:
-            answers: list[str] = []
-            caller.network.request(
-                called.network.agent_name, {"t": "any"}, (), lambda _, error, to=answers: to.append(error)
-            )
-            loop.until(lambda answers=answers: answers)
-            assert answers == [""]
+            answer = caller.network.request(called.network.agent_name, {"t": "any"})
+            loop.until(lambda answer=answer: answer.is_settled)
+            assert answer.error is None
         one.close()
         two.close()
 

@@ -11,8 +11,16 @@ import pytest
 
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.net.progress import ANSWER_TIMEOUT_S, CHECK_INTERVAL_S, REPORT_INTERVAL_S, LongRequest, Progress
+from ckpt.agent.net.progress import (
+    ANSWER_TIMEOUT_S,
+    CHECK_INTERVAL_S,
+    REPORT_INTERVAL_S,
+    Answer,
+    Progress,
+    serve_request,
+)
 from ckpt.agent.node.snapshot_handlers import SnapshotHandlers
+from ckpt.agent.runtime.coroutines import Promise, start
 from ckpt.agent.runtime.workers import Workers
 from ckpt.clock import ManualClock
 from ckpt.ipc.addresses import Address
@@ -27,7 +35,7 @@ class Working:
 
     def __init__(self, loop: TurnedLoop, name: str, clock: ManualClock) -> None:
         self.progress = Progress()
-        self.asked: list[LongRequest] = []
+        self.asked: list[Promise[None]] = []
         self._loop = loop
         self.workers = Workers(loop.post)
         self.network = PeerNetwork(loop, self.workers, name, self, clock)
@@ -35,13 +43,18 @@ class Working:
 
     def peer_message(self, channel: Channel, message: Message) -> None:
         self.number = int(message.fields["id"])
-        self.asked.append(LongRequest(channel, message, self.progress, self._loop.call_later))
+        serve_request(self._work, self.progress, self._loop.call_later, channel, message)
+
+    async def _work(self, channel: Channel, message: Message) -> Answer:
+        self.asked.append(Promise())
+        await self.asked[-1]
+        return {}, ()
 
     def peer_closed(self, channel: Channel) -> None: ...
 
     def answer(self) -> None:
         for request in self.asked:
-            request.answer({})
+            request.set_result(None)
         self.asked.clear()
 
     def close(self) -> None:
@@ -54,14 +67,13 @@ class Pair:
         self.clock = ManualClock(1000.0)
         self.loop = TurnedLoop(self.clock)
         self.asking, self.working = (Working(self.loop, name, self.clock) for name in ("asking", "working"))
-        connected: list[str] = []
-        self.asking.network.connect(self.working.at, connected.append)
-        self.loop.until(lambda: connected and self.working.network.channel("asking"))
+        connected = self.asking.network.connect(self.working.at)
+        self.loop.until(lambda: connected.is_settled and self.working.network.channel("asking"))
 
     def ask(self) -> list[str]:
         heard: list[str] = []
         before = len(self.working.asked)
-        self.asking.network.request("working", {"t": "any"}, (), lambda _, error: heard.append(error))
+        start(self.asking.network.request("working", {"t": "any"}), lambda _, error: heard.append(error))
         self.loop.until(lambda: len(self.working.asked) > before)
         return heard
 
@@ -124,9 +136,8 @@ def test_only_who_was_asked_is_believed_that_it_moves(pair: Pair) -> None:
     try:
         heard = pair.ask()
         number = pair.working.number
-        connected: list[str] = []
-        stranger.network.connect(pair.asking.at, connected.append)
-        pair.loop.until(lambda: connected)
+        connected = stranger.network.connect(pair.asking.at)
+        pair.loop.until(lambda: connected.is_settled)
         for _ in range(3):
             for each in (number, number + 1):
                 stranger.network.notify("asking", {"t": "progress", "id": each})
@@ -137,11 +148,16 @@ def test_only_who_was_asked_is_believed_that_it_moves(pair: Pair) -> None:
 
 
 def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answered() -> None:
-    progress, timers, ended = Progress(), list[Callable[[], None]](), list[Callable[..., None]]()
+    progress, timers, ended = Progress(), list[Callable[[], None]](), list[Promise[list[bytes]]]()
     said: list[Any] = []
+
+    def serve(fields: object, blobs: object) -> Promise[list[bytes]]:
+        ended.append(Promise())
+        return ended[-1]
+
     memory = SimpleNamespace(
         replicas=SimpleNamespace(progress=progress),
-        replica_service=SimpleNamespace(serve_request=lambda fields, blobs, answer: ended.append(answer)),
+        replica_service=SimpleNamespace(serve=serve),
     )
     context = bare_context(server=SimpleNamespace(call_later=lambda delay_s, what: timers.append(what)))
     handlers = SnapshotHandlers(context, cast(Any, memory), cast(Any, None))
@@ -165,7 +181,7 @@ def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answe
     assert look() == [{"t": "progress", "id": 7}, {"t": "progress", "id": 8}]
     assert look() == [], "it stands still"
     for each in ended:
-        each([], "")
+        each.set_result([])
     assert said[-2:] == ["done", "done"]
     progress.advance()
     assert look() == []

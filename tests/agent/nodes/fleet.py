@@ -15,9 +15,9 @@ from ckpt.agent.node.inventory_lease import InventoryLease
 from ckpt.agent.replication.rebuild import Rebuild
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.replicate import Assignment, assign_parity, replicate
+from ckpt.agent.replication.replicate import Assignment, assign_parity, evict_older, replicate
 from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated
-from ckpt.agent.runtime.coroutines import Task, spawn
+from ckpt.agent.runtime.coroutines import Promise, Task
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import encode_local_parts
 from ckpt.agent.state.job_facts import JobFacts
@@ -95,35 +95,31 @@ class Link:
     def addresses(self, node: NodeAt) -> list[Address]:
         return list(node.addresses)
 
-    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
-        def answered(found: list[bytes], error: str) -> None:
-            then(None if error else Message({"t": "reply", "id": 1}, [], found), error)
+    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> Promise[Message]:
+        return Task(self._request(name, fields, blobs))
 
-        def asked() -> None:
-            if name in self._fleet.gone:
-                then(None, f"there is no connection to agent {name}")
-                return
-            self._fleet.said.append((fields, blobs))
-            if fields["t"] == "replicate" and self._fleet.midst:
-                self._fleet.midst.pop(0)()
-            if name in self._fleet.stuck and fields["t"] == "rebuild":
-                return
-            if fields["t"] == "describe-snapshots":
-                which, world = Identity.parse(fields["identity"]), int(fields["world"])
-                theirs = {rank: self._fleet.held(name, which)[rank] for rank in fields["ranks"]}
-                sizes = [[rank, arena.size_bytes] for rank, arena in theirs.items()]
-                told = encode_local_parts(which, world, theirs, fields["sealed"])
-                then(Message({"t": "reply", "id": 1, "sizes": sizes}, [], [told]), "")
-                return
-            if fields["t"] == "survey":
-                answered([msgpack.packb(self._fleet.keeps(name).fields())], "")
-                return
-            try:
-                self._fleet.parities[name].serve_request(fields, blobs, answered)
-            except CkptError as exc:
-                then(None, str(exc))
-
-        self._fleet.turned.post(asked)
+    async def _request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes]) -> Message:
+        arrival, reply = Promise[None](), {"t": "reply", "id": 1}
+        self._fleet.turned.post(lambda: arrival.set_result(None))
+        await arrival
+        if name in self._fleet.gone:
+            raise AgentError(f"there is no connection to agent {name}")
+        self._fleet.said.append((fields, blobs))
+        if fields["t"] == "replicate" and self._fleet.midst:
+            self._fleet.midst.pop(0)()
+        if name in self._fleet.stuck and fields["t"] == "rebuild":
+            await Promise[None]()
+        if fields["t"] == "describe-snapshots":
+            which, world = Identity.parse(fields["identity"]), int(fields["world"])
+            theirs = {rank: self._fleet.held(name, which)[rank] for rank in fields["ranks"]}
+            sizes = [[rank, arena.size_bytes] for rank, arena in theirs.items()]
+            return Message({**reply, "sizes": sizes}, [], [encode_local_parts(which, world, theirs, fields["sealed"])])
+        if fields["t"] == "survey":
+            return Message(reply, [], [msgpack.packb(self._fleet.keeps(name).fields())])
+        try:
+            return Message(reply, [], await self._fleet.parities[name].serve(fields, blobs))
+        except CkptError as exc:
+            raise AgentError(str(exc)) from exc
 
     def notify(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         identity = Identity.parse(fields["identity"])
@@ -236,17 +232,15 @@ class Fleet:
         self.copying.begin(identity)
         if spoil is not None:
             spoil()
-        heard: list[str] = []
-
-        def then(error: str) -> bool:
-            heard.append(self.copying.ended(error))
-            return not heard[0]
-
-        services = cast(PeerNetwork, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes
-        spawn(replicate(*services, identity, wanted, then, safe, needed))
-        self.turned.until(lambda: heard)
+        store = self.copies[self.me]
+        replicating = Task(replicate(store, self.parities[self.me], self.nodes, identity, wanted, safe, needed))
+        self.turned.until(lambda: replicating.is_settled)
+        assert isinstance(replicating.error, AgentError | None)
+        why_not = self.copying.ended(str(replicating.error or ""))
+        if not why_not:
+            evict_older(cast(PeerNetwork, self.links[self.me]), store, replicating.result(), identity)
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
-        return heard[0]
+        return why_not
 
     def placed(self, identity: Identity) -> Placement:
         sizes = {

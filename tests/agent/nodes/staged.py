@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.agent.runtime.coroutines import Promise
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.memory_checkpoint import StagedReader
+from ckpt.errors import AgentError
 from ckpt.format import values
 from ckpt.format.declaration import encode
 from ckpt.ipc.addresses import Address
@@ -65,13 +67,13 @@ class Asked:
     name: str
     fields: dict[str, Any]
     blobs: Sequence[bytes]
-    then: Callable[[Message | None, str], None]
+    reply: Promise[Message] = field(default_factory=Promise)
 
     def answer(self, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        self.then(Message({"t": "reply", "id": 1, **fields}, [], list(blobs)), "")
+        self.reply.set_result(Message({"t": "reply", "id": 1, **fields}, [], list(blobs)))
 
     def refuse(self, why: str = "refused") -> None:
-        self.then(None, why)
+        self.reply.set_error(AgentError(why))
 
 
 @dataclass
@@ -83,8 +85,9 @@ class Net:
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     transport: Any = None
 
-    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
-        self.asked.append(Asked(name, fields, blobs, then))
+    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> Promise[Message]:
+        self.asked.append(Asked(name, fields, blobs))
+        return self.asked[-1].reply
 
     def notify(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self.told.append((name, fields))

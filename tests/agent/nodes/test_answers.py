@@ -15,7 +15,7 @@ from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Assignment, replicate
 from ckpt.agent.restore.manifest_request import gather_manifest
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.coroutines import Task, spawn, start
+from ckpt.agent.runtime.coroutines import Task, start
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
 from ckpt.agent.snapshots.memory_checkpoint import StagedReader
@@ -223,20 +223,22 @@ def places_serve(found: GatheredManifest) -> None:
         found.places.frames(rank, found.checkpoint.manifest)
 
 
-def replicated(answer: Callable[[Net], None], own: dict[int, Arena], turned: Turned) -> list[str]:
-    net, heard = Net(transport=Offers()), list[str]()
+def replicated(answer: Callable[[Net], None], own: dict[int, Arena], turned: Turned) -> str:
+    """Why it is not."""
+    net = Net(transport=Offers())
     copies = ReplicaStore(cast(Workers, turned.workers), turned.post)
     network, held = cast(PeerNetwork, net), lambda identity: {0: own[0]}
     service = ReplicaService(turned.workers, turned.post, copies, held, lambda: network, lambda: 1 << 40)
     try:
         wanted = [Assignment("b", {"a": (0,)}), Assignment("a", {"b": (1,)})]
-        spawn(replicate(network, copies, service, NODES, STEP, wanted, heard.append))
+        replicating = Task(replicate(copies, service, NODES, STEP, wanted))
         turned.until(lambda: len(net.asked) == 2)
         answer(net)
-        turned.until(lambda: heard)
+        turned.until(lambda: replicating.is_settled)
     finally:
         copies.close()
-    return heard
+    assert isinstance(replicating.error, AgentError)
+    return str(replicating.error)
 
 
 class Offers:
@@ -266,11 +268,9 @@ def test_a_node_that_describes_its_snapshots_wrong_fails_the_copies_and_holds_no
         for asked in net.asked:
             asked.answer({}, blobs if asked.fields["t"] == "publish" else [])
 
-    errors = replicated(answer, arenas, turned)
-    assert len(errors) == 1
-    assert errors[0]
+    assert replicated(answer, arenas, turned)
 
 
 def test_copies_that_a_node_refuses_are_failed_with_its_reason(turned: Turned, arenas: dict[int, Arena]) -> None:
-    errors = replicated(lambda net: [asked.refuse("no room") for asked in net.asked] and None, arenas, turned)
-    assert "no room" in errors[0]
+    error = replicated(lambda net: [asked.refuse("no room") for asked in net.asked] and None, arenas, turned)
+    assert "no room" in error

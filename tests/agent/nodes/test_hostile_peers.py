@@ -16,6 +16,7 @@ import pytest
 
 from ckpt.agent.net.channel import Channel
 from ckpt.agent.net.peer_network import PeerNetwork
+from ckpt.agent.runtime.coroutines import start
 from ckpt.ipc import secret
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
@@ -132,7 +133,7 @@ class Liar:
     def connect(self, node: NodeAt) -> str:
         """What went wrong; "" once there is a connection."""
         said: list[str] = []
-        self.network.connect(node, said.append)
+        start(self.network.connect(node), lambda _, error: said.append(error))
         self.loop.until(lambda: said)
         return said[0]
 
@@ -163,7 +164,7 @@ class Liar:
                 self.connected(node)
             fields = {"t": "describe-snapshots", "identity": WHICH, "ranks": [0], "world": 1}
             heard: list[str] = []
-            self.network.request(node.name, fields, [], lambda answer, error, heard=heard: heard.append(error))  # type: ignore[misc]
+            start(self.network.request(node.name, fields), lambda answer, error, heard=heard: heard.append(error))  # type: ignore[misc]
             self.loop.until(lambda heard=heard: heard)  # type: ignore[misc]
             answers = [error for error in heard if "held here" in error]
 
@@ -379,12 +380,12 @@ def test_nobody_answers_for_another_agent(liar: Callable[..., Liar]) -> None:
                 each.loop.turn(0.005)
         raise AssertionError
 
-    connected: list[str] = []
-    for name in ("asked", "other"):
-        asker.network.connect(nodes[name], connected.append)
-    until(lambda: connected == ["", ""] and asked.network.channel("asker") and other.network.channel("asker"))
+    connected = [asker.network.connect(nodes[name]) for name in ("asked", "other")]
+    until(lambda: all(each.is_settled for each in connected))
+    assert [each.result() for each in connected] == ["asked", "other"]
+    until(lambda: asked.network.channel("asker") and other.network.channel("asker"))
     heard: list[Message | None] = []
-    asker.network.request("asked", {"t": "describe-snapshots"}, [], lambda answer, error: heard.append(answer))
+    start(asker.network.request("asked", {"t": "describe-snapshots"}), lambda answer, error: heard.append(answer))
     until(lambda: asked.heard)
     number = int(asked.heard[0].fields["id"])
     for kind in ("reply", "error"):

@@ -13,8 +13,9 @@ import pytest
 
 from ckpt.agent.commit.commit_turns import CommitTurns
 from ckpt.agent.node.orphan_committer import OrphanCommitter, assign_writers
-from ckpt.agent.runtime.coroutines import spawn
+from ckpt.agent.runtime.coroutines import Promise, spawn
 from ckpt.agent.snapshots.inventory import Inventory
+from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
 from tests.agent.node.test_agent import wait_for
 from tests.agent.nodes.cluster import Cluster, await_end, line
@@ -184,12 +185,21 @@ def test_what_was_committed_elsewhere_is_left_alone(
 
 def test_nobody_is_asked_once_the_attempt_is_over() -> None:
     """It would wait for an outcome that nobody tells it."""
-    connected: list[Callable[[str], None]] = []
+    connected: list[Promise[str]] = []
     asked: list[str] = []
+
+    def connect(node: NodeAt) -> Promise[str]:
+        connected.append(Promise())
+        return connected[-1]
+
+    def request(name: str, fields: object) -> Promise[Message]:
+        asked.append(name)
+        return Promise()
+
     network = SimpleNamespace(
         agent_name="b",
-        connect=lambda node, then: connected.append(then),
-        request=lambda name, *others: asked.append(name),
+        connect=connect,
+        request=request,
         channel=lambda name: None,
     )
     nodes = [NodeAt(name, (), ()) for name in "abcd"]
@@ -198,9 +208,9 @@ def test_nobody_is_asked_once_the_attempt_is_over() -> None:
     orphans._attempt = cast(Any, attempt)
     spawn(orphans._survey_other_nodes(cast(Any, attempt)), functools.partial(orphans._guard, cast(Any, attempt)))
     assert len(connected) == 2, "not the coordinator, which is lost"
-    connected[0]("")
+    connected[0].set_result("c")
     orphans._attempt = None
-    connected[1]("")
+    connected[1].set_result("d")
     assert asked == ["c"]
 
 

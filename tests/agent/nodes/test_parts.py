@@ -22,7 +22,7 @@ from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import SLOTS_MIN, LentMemory, ReplicationManager
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.coroutines import Promise, start
+from ckpt.agent.runtime.coroutines import Promise, Task, spawn, start
 from ckpt.agent.runtime.memory_plan import MemoryPlan
 from ckpt.agent.snapshots.all_shares import AllShares
 from ckpt.agent.snapshots.candidates import find_candidates
@@ -469,7 +469,7 @@ def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhe
         made._network = SimpleNamespace(agent_name="n1")  # type: ignore[assignment]
         made._service = Service(lambda *given: None)
         made.update_placement(sizes(4, 100), plans(4, 100, 5000))
-        made.replicate(identity(5), None, lambda error: None)
+        spawn(made.replicate(identity(5), None))
         regroup(made)
         assert [made.find_holders(identity(5), name) for name in ("", "n0", "n2", "n3")] == held
         assert made.find_holders(identity(6), "n0") == []
@@ -489,7 +489,7 @@ def test_who_keeps_copies_of_what_is_safe_stays_known_until_it_has_been_copied_a
     made._placements_used[identity(5)] = made.placement  # as `replicate` does
     regroup(made)
     for error in ("it is gone", ""):
-        made.replicate(identity(5), identity(5), heard.append)
+        start(made.replicate(identity(5), identity(5)), lambda _, error: heard.append(error))
         while asked:
             assert made.find_holders(identity(5), "n0") == ["n2"]
             name, then = asked.pop()
@@ -507,14 +507,14 @@ def test_who_may_keep_a_part_of_a_checkpoint_stays_known_when_it_is_copied_again
     made._service = Service(lambda *given: None)
     if not found:
         made.update_placement(sizes(2, 100), plans(2, 100, 400))
-        made.replicate(identity(5), None, lambda error: None)
+        spawn(made.replicate(identity(5), None))
     assert made.depends_on("lender", identity(5))
     memory_nodes.clear()
     made.update_placement(sizes(2, 100), plans(2, 100, 5000))
     for _ in range(2):
-        made.replicate(identity(5), identity(5), lambda error: None)
+        spawn(made.replicate(identity(5), identity(5)))
         assert made.depends_on("lender", identity(5)), "it was copied there before, and may be there still"
-    made.replicate(identity(6), identity(5), lambda error: None)
+    spawn(made.replicate(identity(6), identity(5)))
     assert [made.depends_on(name, identity(6)) for name in ("n1", "lender")] == [True, False]
 
 
@@ -529,26 +529,25 @@ def test_a_node_that_is_to_keep_more_hears_what_it_keeps_already_that_is_needed(
     made._service = Service(ask)
     made.update_placement(sizes(2, 100), plans(2, 100, 5000))
     kept = Kept("", 1, ("n1",)), Kept("n1", 1, ("",))
-    made.replicate(identity(6), identity(5), lambda error: None, None if found else kept)
+    spawn(made.replicate(identity(6), identity(5), None if found else kept))
     (asked,) = [fields for fields in heard if fields["t"] == "replicate"]
     assert (asked["identity"], asked["replicated"]) == (str(identity(6)), str(identity(5)))
     assert asked["needed_ranks"] == (None if found else [1])
 
 
 def test_who_keeps_what_was_found_is_not_known_though_some_have_a_part_in_it_by_an_attempt() -> None:
-    answer = Message({"t": "reply", "id": 1}, [], [msgpack.packb(holding((5, 0), (5, 1)).fields())])
+    answer = Promise[Message]()
+    answer.set_result(Message({"t": "reply", "id": 1}, [], [msgpack.packb(holding((5, 0), (5, 1)).fields())]))
     made = replication_manager(2)
-    made._network = cast(
-        PeerNetwork, SimpleNamespace(agent_name="n0", transport=None, request=lambda *given: given[-1](answer, ""))
-    )
+    made._network = cast(PeerNetwork, SimpleNamespace(agent_name="n0", transport=None, request=lambda *given: answer))
     made._replicas = cast(ReplicaStore, SimpleNamespace(inventory=Inventory))
     made._service = Service(lambda *given: None)
     made.update_placement(sizes(2, 100), plans(2, 100, 5000))
-    made.replicate(identity(5), None, lambda error: None)
+    spawn(made.replicate(identity(5), None))
     assert not made.depends_on("lender", identity(5))
-    found: list[Any] = []
-    made.find_replicated(EPOCH, None, [identity(5)], 2, found.append)
-    assert [each.newest for each in found] == [identity(5)]
+    found = Task(made.find_replicated(EPOCH, None, [identity(5)], 2)).result()
+    assert found is not None
+    assert found.newest == identity(5)
     assert made.depends_on("lender", identity(5)), "it may keep some, since before this agent was started"
 
 

@@ -9,6 +9,7 @@ import msgpack
 import pytest
 
 from ckpt.agent.node.inventory_lease import EPOCH_GAP_MAX
+from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import CkptError
 from ckpt.ipc.messages import Message
@@ -36,7 +37,7 @@ def ask(who: Liar, node: NodeAt, fields: dict[str, Any]) -> tuple[Message | None
     if who.network.channel(node.name) is None:
         assert who.connect(node) == ""
     heard: list[tuple[Message | None, str]] = []
-    who.network.request(node.name, fields, [], lambda *found: heard.append(found))
+    start(who.network.request(node.name, fields), lambda *found: heard.append(found))
     who.loop.until(lambda: heard)
     return heard[0]
 

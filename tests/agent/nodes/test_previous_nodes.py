@@ -15,7 +15,7 @@ import pytest
 
 from ckpt.agent.node.start_survey import StartSurvey, nodes_from_claims
 from ckpt.agent.node.startup_state import Start
-from ckpt.agent.runtime.coroutines import spawn
+from ckpt.agent.runtime.coroutines import Promise, spawn
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc import secret
 from ckpt.ipc.node_list import NodeAt
@@ -101,8 +101,9 @@ def test_nobody_is_asked_where_the_nodes_that_take_part_hold_the_newest_epoch(ne
     class Net:
         agent_name, secret_id = "me", "r"
 
-        def connect(self, node: NodeAt, then: object) -> None:
+        def connect(self, node: NodeAt) -> Promise[str]:
             asked.append(node.name)
+            return Promise()
 
     start = Start(None, 1, "l", 1, False)  # type: ignore[arg-type]
     start.run_view = RunView((claim(1, "r", "a"), claim(2, "r", "b")), frozenset(), (), {}, frozenset(), {})
@@ -115,20 +116,21 @@ def test_nobody_is_asked_where_the_nodes_that_take_part_hold_the_newest_epoch(ne
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_who_was_asked_hears_the_outcome_also_where_the_answer_came_too_late(is_late: bool) -> None:
-    connected: list[Callable[[str], None]] = []
+    connected: list[Promise[str]] = []
 
     class Asking(Net):
         secret_id = "r"
 
-        def connect(self, node: NodeAt, then: Callable[[str], None]) -> None:
-            connected.append(then)
+        def connect(self, node: NodeAt) -> Promise[str]:
+            connected.append(Promise())
+            return connected[-1]
 
     net = Asking(agent_name="me")
     start = Start(None, 1, "l", 1, False)  # type: ignore[arg-type]
     start.run_view = RunView((claim(2, "r", "a"),), frozenset(), (), {}, frozenset(), {})
     timers: list[Callable[[], None]] = []
     survey_previous(start, net, timers)
-    connected[0]("")
+    connected[0].set_result("a")
     if is_late:
         timers[0]()
     theirs = Inventory()

@@ -16,6 +16,7 @@ import pytest
 
 from ckpt.agent.replication.replica_service import Where
 from ckpt.agent.runtime import workers
+from ckpt.agent.runtime.coroutines import Task, start
 from ckpt.agent.snapshots.described import ParityChunk, ParityChunkName, chunk_frames, decode_described
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import CkptError
@@ -285,7 +286,7 @@ def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_i
         wanted += [(name, fleet.ranks[name]) for name in FOUR]
     for name, ranks in wanted:
         asked = {"t": "publish", "ranks": ranks, "identity": str(STEP), "reader": "gone"}
-        fleet.parities[name].serve_request(asked, [], lambda blobs, error: heard.append(error))
+        start(fleet.parities[name].serve(asked, []), lambda blobs, error: heard.append(error))
     fleet.turned.until(lambda: len(heard) == len(wanted))
     assert not any(heard)
     lent = {name: set(link.offers) for name, link in fleet.links.items()}
@@ -417,13 +418,13 @@ def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
     fleet = make({"a": [0], "b": [1], "c": [2]}, Parity(2, 1))
     asked: list[tuple[str, dict[str, Any], list[bytes]]] = []
     for name, parities in fleet.parities.items():
-        original = parities.serve_request
+        original = parities.serve
 
-        def note(fields: Any, blobs: Any, then: Any, name: str = name, original: Any = original) -> None:
+        async def note(fields: Any, blobs: Any, name: str = name, original: Any = original) -> Any:
             asked.append((name, dict(fields), list(blobs)))
-            original(fields, blobs, then)
+            return await original(fields, blobs)
 
-        parities.serve_request = note  # type: ignore[method-assign]
+        parities.serve = note  # type: ignore[method-assign]
     assert fleet.protect(STEP) == ""
     fleet.gone = {"c"}
     assert fleet.rebuild(STEP)[1] == ""
@@ -436,14 +437,11 @@ def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
         variants += [(fields, [msgpack.packb(each), blobs[1]]) for each in [*spoiled(plan), *WRONG] if blobs]
         variants += [(fields, [blobs[0], each]) for each in (b"", b"\xc1", msgpack.packb([[1]])) if blobs]
         for wrong_fields, wrong_blobs in variants:
-            heard: list[tuple[list[bytes], str]] = []
-            try:
-                fleet.parities[name].serve_request(
-                    wrong_fields, wrong_blobs, lambda *found, heard=heard: heard.append(found)
-                )
-            except expected:
+            serving = Task(fleet.parities[name].serve(wrong_fields, wrong_blobs))
+            if serving.is_settled and serving.error is not None:
+                assert isinstance(serving.error, expected)
                 continue
-            fleet.turned.until(lambda heard=heard: heard)
+            fleet.turned.until(lambda serving=serving: serving.is_settled)
             count += 1
             for copies in fleet.copies.values():
                 for key, arena in copies.kept.arenas_by_key.items():

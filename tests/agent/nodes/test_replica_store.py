@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ckpt.agent.job.job_commit import JobCommits
+from ckpt.agent.net.progress import serve_request
 from ckpt.agent.net.tcp_sender import Transport
 from ckpt.agent.net.transport import Frames
 from ckpt.agent.node.node_memory import NodeMemory
@@ -383,7 +384,8 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
         say = lambda *told: heard.append(told)  # noqa: E731
         channel = SimpleNamespace(peer="c", refuse=say, reply=say)
         fields = {"t": "write-frames", "id": 1, "identity": str(which), "codec": "raw", "bandwidth": None}
-        handlers._write_frames(cast(Any, channel), Message(fields, [], [wanted.encode()]))
+        asked = Message(fields, [], [wanted.encode()])
+        serve_request(handlers._write_frames, writes, context.server.call_later, cast(Any, channel), asked)
     for step in (10, 15, 20):
         assert held.copy(identity(step)) == ""
         held.keeper.evict_older_than(identity(step))

@@ -91,14 +91,13 @@ class Made:
         return [each.name for each in self.net.asked[before:] if each.fields["t"] != "survey"]
 
     def left(self, kind: str) -> list[Asked]:
-        return [each for each in self.net.asked if each.fields["t"] == kind and each.then is not None]
+        return [each for each in self.net.asked if each.fields["t"] == kind and not each.reply.is_settled]
 
     def each(self, kind: str, answer: Callable[[Asked], None]) -> list[str]:
         """Whoever was asked that and has not answered does; their names."""
         found = self.left(kind)
         for asked in found:
             answer(asked)
-            asked.then = None  # type: ignore[assignment]
         return sorted(asked.name for asked in found)
 
     def give(self) -> None:

@@ -188,11 +188,12 @@ def test_however_many_homes_there_are_so_many_are_called_and_fetched_from_at_a_t
     for each in job.agents:
         connect, fetch, calls = each.network.connect, each.network.transport.fetch, set[object]()
 
-        def connected(node: NodeAt, then: Any, calls: set[object] = calls, connect: Any = connect) -> None:
-            call = object()
+        def connected(node: NodeAt, calls: set[object] = calls, connect: Any = connect) -> Any:
+            call = connect(node)
             calls.add(call)
             dialling.append(len(calls))
-            connect(node, lambda error: (calls.discard(call), then(error)))
+            call.when_settled(lambda: calls.discard(call))
+            return call
 
         def fetched(*given: Any, restore: RestoreSession = each.restore, fetch: Any = fetch, **more: Any) -> Any:
             fetching.append(sum(len(offer.fetches) for offer in restore.fetches._offers))
@@ -304,9 +305,8 @@ def test_the_end_of_a_restore_leaves_no_memory_and_no_offer(job: Job) -> None:
 def test_malformed_and_foreign_requests_are_refused_and_change_nothing(job: Job) -> None:
     fan = shared_read_of(job.agents[0].restore)
     assert fan is not None
-    connected: list[str] = []
-    job.agents[1].network.connect(NodeAt("agent-0", (job.agents[0].address,), ()), connected.append)
-    job.loop.until(lambda: connected)
+    connected = job.agents[1].network.connect(NodeAt("agent-0", (job.agents[0].address,), ()))
+    job.loop.until(lambda: connected.is_settled)
     job.loop.until(lambda: job.agents[0].network.channel("agent-1"))
     channel = job.agents[0].network.channel("agent-1")
     assert channel is not None

@@ -14,7 +14,7 @@ import pytest
 from ckpt.agent.job.job_replication import JobReplication
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated, newest_replicated
-from ckpt.agent.runtime.coroutines import Task
+from ckpt.agent.runtime.coroutines import Promise, Task
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.state.accounting import Accounting
 from ckpt.agent.state.cost_model import CostModel
@@ -191,7 +191,8 @@ class Carried:
         self.heard: list[str] = []
         self.judge: Callable[[str], str] = lambda error: error
         self.later: list[Callable[[], None]] = []
-        self.finding: list[Callable[[SafeCheckpoint | None], None]] = []
+        self.finding: list[Promise[SafeCheckpoint | None]] = []
+        self.evicted: list[Identity] = []
         self.account = Accounting()
         self.account.adopt_epoch(EPOCH)
         self.is_so = True
@@ -221,20 +222,24 @@ class Carried:
             shares=SimpleNamespace(local_share=SimpleNamespace(arenas={})),
             emit=lambda *said, **data: None,
             services=SimpleNamespace(account=self.account, awaits_memory_nodes=lambda: self.awaits),
-            guarded=lambda then: then,
+            guard=lambda what: what(),
             call_later=lambda delay_s, what: self.later.append(what),
         )
         policy = SimpleNamespace(cost_model=CostModel(Adaptive()))
         self.replication = JobReplication(cast(Any, self.context), cast(Any, policy))
-        self.replication.manager = cast(Any, SimpleNamespace(find_replicated=self.find_safe, replicate=self.protect))
+        evict = lambda nodes, identity: self.evicted.append(identity)  # noqa: E731
+        parts = SimpleNamespace(find_replicated=self.find_safe, replicate=self.protect, evict_older=evict)
+        self.replication.manager = cast(Any, parts)
 
-    def find_safe(self, epoch: Epoch, safe: Identity | None, held: Any, world: int, then: Any) -> None:
+    def find_safe(self, epoch: Epoch, safe: Identity | None, held: Any, world: int) -> Promise[SafeCheckpoint | None]:
         self.known = safe
-        self.finding.append(then)
+        self.finding.append(Promise())
+        return self.finding[-1]
 
-    def protect(self, identity: Identity, safe: Identity | None, then: Callable[[str], bool], _: Any) -> None:
+    def protect(self, identity: Identity, safe: Identity | None, _: Any) -> Promise[Sequence[NodeAt]]:
         self.heard.append(f"{identity}, safe: {safe}")
-        self.ended = then
+        self.ended = Promise[Sequence[NodeAt]]()
+        return self.ended
 
     def found_safe(self, version: Version | None, kept: Sequence[Kept], whole: bool) -> bool:
         self.replicas.is_survey_pending, self.kept = False, kept
@@ -258,7 +263,7 @@ def test_what_is_found_to_be_safe_is_what_others_keep_and_is_shown_if_it_is_whol
         carried = Carried()
         carried.replicate()
         assert carried.heard == []
-        carried.finding.pop()(safe)
+        carried.finding.pop().set_result(safe)
         assert carried.heard == [f"{at(7)}, safe: {safe.newest}"]
         found = carried.account.facts(0.0)["safe"].get("peer")
         assert (found["step"] if found else None) == shown
@@ -271,17 +276,17 @@ def test_what_an_agent_has_said_that_was_lost_meanwhile_is_not_shown_to_be_safe(
     carried = Carried()
     carried.replicate()
     carried.is_so = False
-    carried.finding.pop()(SafeCheckpoint(at(3), at(3)))
+    carried.finding.pop().set_result(SafeCheckpoint(at(3), at(3)))
     assert "peer" not in carried.account.facts(0.0)["safe"]
 
 
 def test_what_is_safe_is_asked_again_where_that_could_not_be_found_out() -> None:
     carried = Carried()
     carried.replicate()
-    carried.finding.pop()(None)
+    carried.finding.pop().set_result(None)
     assert "has not said" in carried.heard.pop()
     carried.replicate()
-    carried.finding.pop()(SafeCheckpoint(at(5), None))
+    carried.finding.pop().set_result(SafeCheckpoint(at(5), None))
     assert carried.heard == [f"{at(7)}, safe: {at(5)}"]
 
 
@@ -291,7 +296,7 @@ def test_memory_only_nodes_that_may_still_come_are_waited_for_before_it_is_asked
     assert not carried.finding
     carried.awaits = False
     carried.later.pop()()
-    carried.finding.pop()(SafeCheckpoint(None, None))
+    carried.finding.pop().set_result(SafeCheckpoint(None, None))
     assert len(carried.heard) == 1
 
 
@@ -310,9 +315,10 @@ def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(
     carried = Carried()
     carried.replicas.supersedes_former = outdone
     carried.replicate()
-    carried.finding.pop()(SafeCheckpoint(None, None))
+    carried.finding.pop().set_result(SafeCheckpoint(None, None))
     carried.judge = lambda error: why_not
-    assert carried.ended("") is goes
+    carried.ended.set_result([])
+    assert carried.evicted == ([at(7)] if goes else [])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +335,7 @@ def test_what_is_found_to_be_safe_may_be_a_reason_to_copy_nothing(
     carried = Carried()
     carried.replicate()
     vars(carried.replicas).update(changed)
-    carried.finding.pop()(found)
+    carried.finding.pop().set_result(found)
     assert why in carried.heard.pop()
 
 
@@ -343,7 +349,7 @@ def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not
     arena = Arena.create(PAGE)
     carried.context.shares.local_share.arenas[1] = {0: arena}
     carried.replicas.replicated = SimpleNamespace(slot=1)
-    carried.finding.pop()(safe)
+    carried.finding.pop().set_result(safe)
     assert carried.kept == [Kept("", 1), Kept("b", 0), Kept("c", 0)]
     assert arena.is_replicated
     arena.close()
@@ -371,6 +377,5 @@ def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_
     replication_manager = ReplicationManager(
         cast(Any, SimpleNamespace(agent_name="a")), cast(Any, copies), cast(Any, None), (node,), None
     )
-    said: list[SafeCheckpoint | None] = []
-    replication_manager.find_replicated(EPOCH, carried.known, [at(3)], 3, said.append)
-    assert said == [SafeCheckpoint(at(3), None)]
+    finding = Task(replication_manager.find_replicated(EPOCH, carried.known, [at(3)], 3))
+    assert finding.result() == SafeCheckpoint(at(3), None)

@@ -41,7 +41,7 @@ from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.survey import SafeCheckpoint
-from ckpt.agent.runtime.coroutines import Promise
+from ckpt.agent.runtime.coroutines import Promise, start
 from ckpt.agent.scheduler.scheduler import Scheduler
 from ckpt.agent.snapshots.described import (
     DescribedSnapshot,
@@ -210,7 +210,7 @@ class Wires:
         self.sim = sim
         self.cut: set[str] = set()
         self.sent: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
-        self.unanswered: list[tuple[str, Any]] = []
+        self.unanswered: list[tuple[str, Promise[Message]]] = []
 
     def channel(self, name: str) -> object | None:
         return None if name in self.cut else self
@@ -218,26 +218,28 @@ class Wires:
     def addresses(self, node: NodeAt) -> Sequence[Address]:
         return node.addresses
 
-    def connect_to_address(self, address: Address, then: Callable[[str, str], None]) -> None:
-        if address.host in self.sim.gone:
-            then("", "nobody listens there")
-        else:
+    def connect_to_address(self, address: Address) -> Promise[str]:
+        name, is_gone = Promise[str](), address.host in self.sim.gone
+        name.set_outcome(address.host, "nobody listens there" if is_gone else "")
+        if not is_gone:
             self.cut.discard(address.host)
-            then(address.host, "")
+        return name
 
-    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
-        asked = name, then
+    def request(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> Promise[Message]:
+        answer = Promise[Message]()
+        asked = name, answer
         self.unanswered.append(asked)
 
         def end(blobs: Sequence[bytes], error: str = "", body: Mapping[str, Any] | None = None) -> None:
             if any(each is asked for each in self.unanswered):
                 self.unanswered.remove(asked)
-                then(None if error else Message({"t": "reply", "id": 1, **(body or {})}, [], list(blobs)), error)
+                answer.set_outcome(Message({"t": "reply", "id": 1, **(body or {})}, [], list(blobs)), error)
 
         if name in self.cut:
             self.sim.later(0.0, lambda: end((), f"there is no connection to agent {name}"))
         else:
             self.sent[name].append(lambda: self.sim.asked(name, fields, blobs, end))
+        return answer
 
     def notify(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         if name not in self.cut:
@@ -250,8 +252,8 @@ class Wires:
         self.unanswered = [each for each in self.unanswered if each[0] != name]
         for letter in itertools.islice(letters, self.sim.random.randint(0, len(letters))):
             letter()
-        for _, then in failed:
-            then(None, f"the connection to agent {name} has ended")
+        for _, answer in failed:
+            answer.set_error(AgentError(f"the connection to agent {name} has ended"))
 
     @property
     def waiting(self) -> list[str]:
@@ -482,15 +484,14 @@ class Sim:
             self.check()
             return group.replicas.can_drop_older(why_not)
 
-        def copied(error: str) -> bool:
+        def copied(nodes: Sequence[NodeAt] | None, error: str) -> None:
             if not error:
                 self.rely_on_parity(which, False)
-            older_go = ended(error)
-            if older_go:
+            if ended(error):
                 self.rely_on_parity(which, True)
-            return older_go
+                replication_manager.evict_older(nodes or (), which)
 
-        def found_safe(found: SafeCheckpoint | None) -> None:
+        def found_safe(found: SafeCheckpoint | None, _: str) -> None:
             if found is None:
                 ended("a node that may have copies has not said which")
                 return
@@ -518,11 +519,12 @@ class Sim:
         )
         safe = identity(stays) if stays is not None else None
         if group.replicas.is_survey_pending:
-            replication_manager.find_replicated(EPOCH, safe, map(identity, self.slots.values()), len(TRAIN), found_safe)
+            held = map(identity, self.slots.values())
+            start(replication_manager.find_replicated(EPOCH, safe, held, len(TRAIN)), found_safe)
         elif (why_not := group.replicas.why_not_replicated(version)) is not None:
             ended(why_not)
         else:
-            replication_manager.replicate(which, safe, copied, group.replicas.retained_placement)
+            start(replication_manager.replicate(which, safe, group.replicas.retained_placement), copied)
 
     # -- the other agents
 
@@ -541,10 +543,7 @@ class Sim:
                 assert Identity.parse(fields["identity"]).version in self.slots.values()
                 reply([description(*fields["ranks"])])
             case "replicate":
-                try:
-                    memory.parities.serve_request(fields, blobs, reply)
-                except AgentError as exc:
-                    reply((), str(exc))
+                start(memory.parities.serve(fields, blobs), lambda found, error: reply(found or (), error))
 
     def told(self, name: str, fields: dict[str, Any]) -> None:
         if fields.get("what") == "older":
