@@ -13,6 +13,7 @@ also if the end is noticed while sending.
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import selectors
 import socket
@@ -50,12 +51,14 @@ class ChannelHandler(Protocol):
 
 class Channel:
     """One control connection; owns the socket. `peer`: the authenticated name of the other agent. `host`: the address
-    that it leads to. Main thread only."""
+    that it leads to; "" if the peer has reset the connection already. Main thread only."""
 
     def __init__(
         self, loop: Loop, sock: socket.socket, session: Session, receiver: ChannelHandler, clock: Clock | None = None
     ) -> None:
-        self.peer, self.host = session.peer, str(sock.getpeername()[0])
+        self.peer, self.host = session.peer, ""
+        with contextlib.suppress(OSError):
+            self.host = str(sock.getpeername()[0])
         self.secret_id = session.secret_id
         self.is_open = True
         self._loop, self._sock, self._session, self._handler = loop, sock, session, receiver

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import resource
 import socket
+import struct
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -95,6 +96,21 @@ def test_messages_and_blobs_arrive_in_order_both_ways(node: Made, loop: MovedLoo
     assert other.noted.messages[100].blobs == blobs
     assert one.noted.messages[0].blobs == [b"abc"]
     assert mine.waiting_bytes == 0
+
+
+def test_a_connection_that_is_reset_as_its_handshake_ends_closes_itself(
+    pair: tuple[Node, Node], loop: MovedLoop
+) -> None:
+    one, _ = pair
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = socket.create_connection(listener.getsockname())
+        sock, _ = listener.accept()
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()
+    sock.setblocking(False)
+    made = Channel(loop, sock, one.channels[0]._session, one.noted)
+    assert made.host == ""
+    loop.until(lambda: not made.is_open)
 
 
 def test_what_was_said_before_an_end_is_heard_by_who_finds_out_about_the_end_by_sending(
