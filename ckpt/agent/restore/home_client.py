@@ -28,7 +28,7 @@ log = logging.getLogger("ckpt")
 HOME_TIMEOUT_S = 20.0  # a home that was silent for so long is given up
 CHECK_S = 1.0  # between looks whether the home is silent
 RETRY_S = 0.2  # until a home that has not begun its restore is asked again
-ATTEMPTS_MAX = 6  # times that a home is asked again after its connection has ended
+ATTEMPTS_MAX = 6  # times that one request is made again after its connection has ended
 
 
 class HomeClient:
@@ -55,7 +55,6 @@ class HomeClient:
         self._pending_frames: set[int] = set()  # requested, and not here
         self._unanswered_frames: set[int] = set()  # those of the pending ones that the home has not answered for
         self._last_heard_s = 0.0
-        self._attempts = 0
         self._is_given_up = False
         spawn(self._watch(), self._guard)
 
@@ -98,21 +97,22 @@ class HomeClient:
     async def _ask(self, broken: CkptError | None = None) -> None:
         """Asks for all that the home has not answered for. Even an empty request shows whether the home is alive.
         `broken`: why the last connection has ended."""
-        fields, name = {"t": "read-frames", **self._fields}, self._node.name
+        fields, name, attempts = {"t": "read-frames", **self._fields}, self._node.name, 0
         try:
             while True:
                 if broken is not None:
-                    self._attempts += 1
-                    if self._attempts > ATTEMPTS_MAX:
+                    attempts += 1
+                    if attempts > ATTEMPTS_MAX:
                         raise broken
-                async with self._dials:
-                    await self._network.connect(self._node)
-                channel, broken = self._network.channel(name), None
+                channel, broken = None, None
                 try:
+                    async with self._dials:
+                        await self._network.connect(self._node)
+                    channel = self._network.channel(name)
                     answer = await self._network.request(name, fields, [encode_frames(self._unanswered_frames)])
                 except CkptError as exc:
                     # The connection has ended, for example since both nodes dialled at once: the home did not refuse.
-                    if self._network.channel(name) is channel:
+                    if channel is not None and self._network.channel(name) is channel:
                         raise
                     broken = exc
                     continue
