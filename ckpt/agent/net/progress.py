@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.runtime.coroutines import CallLater, Coro, Promise, Task
+from ckpt.agent.runtime.coroutines import EXPECTED, CallLater, Coro, Promise, Task
 from ckpt.agent.runtime.workers import error_text
 from ckpt.errors import AgentError
 
@@ -59,10 +59,12 @@ def serve_request(
     def end() -> None:
         nonlocal is_ended
         is_ended = True
-        if answer.error is not None:
-            channel.refuse(request_id, AgentError(error_text(answer.error)))
-        else:
+        try:
             channel.reply(request_id, *answer.result())
+        except Exception as exc:  # Also of the reply itself: it may be too large for a message.
+            channel.refuse(request_id, AgentError(error_text(exc)))
+            if not isinstance(exc, EXPECTED):
+                raise
 
     def report() -> None:
         nonlocal reported_count

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.net.channel import Channel
+from ckpt.agent.net.framing import MESSAGE_BYTES_MAX
 from ckpt.agent.net.peer_network import PeerNetwork
 from ckpt.agent.net.progress import (
     ANSWER_TIMEOUT_S,
@@ -36,6 +37,7 @@ class Working:
     def __init__(self, loop: TurnedLoop, name: str, clock: ManualClock) -> None:
         self.progress = Progress()
         self.asked: list[Promise[None]] = []
+        self.body: dict[str, Any] = {}
         self._loop = loop
         self.workers = Workers(loop.post)
         self.network = PeerNetwork(loop, self.workers, name, self, clock)
@@ -48,7 +50,7 @@ class Working:
     async def _work(self, channel: Channel, message: Message) -> Answer:
         self.asked.append(Promise())
         await self.asked[-1]
-        return {}, ()
+        return self.body, ()
 
     def peer_closed(self, channel: Channel) -> None: ...
 
@@ -120,6 +122,14 @@ def test_what_does_not_move_is_given_up(has_moved: bool, pair: Pair) -> None:
     pair.working.answer()  # too late, and of no harm
     pair.go_on(2 * REPORT_INTERVAL_S)
     assert len(heard) == 1
+
+
+def test_an_answer_that_is_too_large_for_a_message_is_told_at_once(pair: Pair) -> None:
+    pair.working.body = {"text": "x" * MESSAGE_BYTES_MAX}
+    heard = pair.ask()
+    pair.working.answer()
+    pair.loop.until(lambda: heard)
+    assert "bytes" in heard[0]
 
 
 def test_nothing_is_said_of_what_is_answered_and_no_timer_is_left_for_each_question(pair: Pair) -> None:
