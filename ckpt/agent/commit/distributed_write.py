@@ -25,9 +25,10 @@ import numpy.typing as npt
 
 from ckpt.agent.commit.store_client import StoreClient
 from ckpt.agent.runtime.coroutines import sleep, spawn
+from ckpt.agent.runtime.workers import error_text
 from ckpt.agent.snapshots.remote_share import WriteRequest
 from ckpt.clock import Clock, SystemClock
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError
 from ckpt.ipc.arena import Arena
 
 if TYPE_CHECKING:
@@ -180,8 +181,8 @@ class DistributedWrite:
         written, error = None, ""
         try:
             written = await self._request_write(name, part.request, part.cancel)
-        except CkptError as exc:
-            error = str(exc)
+        except Exception as exc:  # the committing thread waits, whatever happens
+            error = error_text(exc)
         part.pending_nodes.discard(name)
         if part.future.done() or self._is_over:
             return  # another node was first, or nobody waits any more

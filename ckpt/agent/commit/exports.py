@@ -65,8 +65,8 @@ class Exports:
         facts = {"identity": str(identity), "path": path}
         try:
             if await self._export(self.rule, identity, is_wanted):
-                done = {**facts, "seconds": time.monotonic() - began_s}
-                self._emit("export.done", f"step {step} is exported to {path}", False, done)
+                seconds = time.monotonic() - began_s
+                self._emit("export.done", f"step {step} is exported to {path}", False, {**facts, "seconds": seconds})
         except CkptError as exc:
             self._emit("export.failed", f"step {step} was not exported to {path}: {exc}", True, facts)
         self._is_running = False

@@ -111,10 +111,9 @@ class JobCommits:
         if is_own:
             return await context.run_on(Lane.PART, write)  # not in the COMMIT lane, which waits for it
         replicas.arenas.lease(wanted.identity)  # a newer checkpoint may be replicated meanwhile
-        try:
-            return await context.run_on(Lane.MEMORY, write)
-        finally:
-            replicas.arenas.release(wanted.identity)
+        written = context.work_on(Lane.MEMORY, write)
+        written.when_settled(lambda: replicas.arenas.release(wanted.identity))
+        return await written
 
     def abandon(self) -> None:
         """Abandons the distributed write, since the agent ends: its results are not handled any more, and the

@@ -61,9 +61,11 @@ class JobDivision:
         try:
             made = await context.run_on(Lane.MEMORY, lambda: make_division(ranks, before, distrusted))
         except CkptError as exc:
-            context.emit("division.failed", f"the state cannot be divided among the ranks: {exc}", True)
-            context.scheduler.arenas.record_division_failure(number, str(exc))
-        else:
+            if not context.is_dropped:
+                context.emit("division.failed", f"the state cannot be divided among the ranks: {exc}", True)
+                context.scheduler.arenas.record_division_failure(number, str(exc))
+            return
+        if not context.is_dropped:
             await self._plan_memory(number, made)
 
     def adopt(self, division: Division) -> None:

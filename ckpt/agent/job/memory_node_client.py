@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.replication.replication_manager import LentMemory
 from ckpt.agent.runtime.coroutines import CallLater, gather, race, sleep, spawn, time_out
-from ckpt.errors import AgentError, UsageError
+from ckpt.errors import AgentError, CkptError, UsageError
 from ckpt.events import Event
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.messages import Message
@@ -211,7 +211,7 @@ class MemoryNodeClients:
                 name = await network.connect_to_address(node.address)
             was_there = True
             return await network.request(name, fields, blobs), "", True
-        except AgentError as exc:
+        except CkptError as exc:
             return None, str(exc), was_there
 
     async def _survey_node(self, node: _Node, fields: dict[str, Any]) -> tuple[Address, Message | None]:

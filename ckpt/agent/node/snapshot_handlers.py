@@ -141,11 +141,14 @@ class SnapshotHandlers:
         replicas.arenas.lease(identity)
         self._writes.append(under_way)
         write = functools.partial(write_part, store, wanted, arenas, self._write_progress.advance, under_way[2])
-        try:
-            written = await work_on(self._context.workers, Lane.COMMIT, write)
-        finally:
+
+        def end() -> None:
             self._writes.remove(under_way)
             replicas.arenas.release(identity)
+
+        writing = work_on(self._context.workers, Lane.COMMIT, write)
+        writing.when_settled(end)
+        written = await writing
         return {}, [written.places.tobytes(), msgpack.packb(written.packs)]
 
 

@@ -62,7 +62,7 @@ class StartSurvey:
         for tries in itertools.count(1):
             try:
                 await network.connect(node)
-            except AgentError as exc:
+            except CkptError as exc:
                 raise AgentError(
                     f"agent {node.name} cannot be reached from the node of rank 0 ({exc}): "
                     "let the nodes connect to each other, or name an address that they can with CKPT_LISTEN=HOST:PORT"

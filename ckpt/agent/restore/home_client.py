@@ -28,7 +28,7 @@ log = logging.getLogger("ckpt")
 HOME_TIMEOUT_S = 20.0  # a home that was silent for so long is given up
 CHECK_S = 1.0  # between looks whether the home is silent
 RETRY_S = 0.2  # until a home that has not begun its restore is asked again
-ATTEMPTS_MAX = 6  # times that one request is made again after its connection has ended
+ATTEMPTS_MAX = 6  # times that the connection may end with no frame in between, for the home and for each request
 
 
 class HomeClient:
@@ -55,6 +55,7 @@ class HomeClient:
         self._pending_frames: set[int] = set()  # requested, and not here
         self._unanswered_frames: set[int] = set()  # those of the pending ones that the home has not answered for
         self._last_heard_s = 0.0
+        self._cuts = 0  # ends of the connection since the last frame
         self._is_given_up = False
         spawn(self._watch(), self._guard)
 
@@ -72,8 +73,14 @@ class HomeClient:
 
     def handle_disconnect(self) -> None:
         """Connects again if frames are still awaited."""
-        if self._pending_frames and not self._is_given_up:
-            spawn(self._ask(AgentError(f"the connection to agent {self._node.name} has ended")), self._guard)
+        if not self._pending_frames or self._is_given_up:
+            return
+        self._cuts += 1
+        ended = AgentError(f"the connection to agent {self._node.name} has ended")
+        if self._cuts > ATTEMPTS_MAX:
+            self._give_up(ended)
+        else:
+            spawn(self._ask(ended), self._guard)
 
     def handle_report(self, here: Iterable[int], lacking: Iterable[int]) -> None:
         """The home has read frames, or cannot have them. Frames that were not requested, or were reported before, are
@@ -104,15 +111,14 @@ class HomeClient:
                     attempts += 1
                     if attempts > ATTEMPTS_MAX:
                         raise broken
-                channel, broken = None, None
+                async with self._dials:
+                    await self._network.connect(self._node)
+                channel, broken = self._network.channel(name), None
                 try:
-                    async with self._dials:
-                        await self._network.connect(self._node)
-                    channel = self._network.channel(name)
                     answer = await self._network.request(name, fields, [encode_frames(self._unanswered_frames)])
                 except CkptError as exc:
                     # The connection has ended, for example since both nodes dialled at once: the home did not refuse.
-                    if channel is not None and self._network.channel(name) is channel:
+                    if self._network.channel(name) is channel:
                         raise
                     broken = exc
                     continue
@@ -130,7 +136,7 @@ class HomeClient:
         self._give_up(AgentError(f"agent {self._node.name} has said nothing for {HOME_TIMEOUT_S:g} s"))
 
     def _receive(self, frame: int, cell: int) -> None:
-        self._last_heard_s = time.monotonic()
+        self._last_heard_s, self._cuts = time.monotonic(), 0
         self._pending_frames.discard(frame)
         self._on_received(frame, cell)
 

@@ -133,7 +133,8 @@ class PeerFetches:
         self._drop_if_idle(offer)
         if cells:
             offer.on_failed(list(cells), error)
-        self.start()
+        if fetch is not None:  # else this is within a call of `start`, which goes on
+            self.start()
 
     def _drop_if_idle(self, offer: PeerOffer) -> None:
         if not offer.queued_frames and not offer.fetches:

@@ -22,7 +22,7 @@ from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.snapshot_handlers import SnapshotHandlers
 from ckpt.agent.replication.replica_offers import transfer_name
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.runtime.coroutines import Task, run_on, start
+from ckpt.agent.runtime.coroutines import Task, start, work_on
 from ckpt.agent.runtime.memory_plan import MemoryUse
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.described import (
@@ -371,8 +371,8 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     store, heard = SimpleNamespace(write_packs=write), list[object]()
     services = SimpleNamespace(replicas=held.keeper, store=store, network=lambda: None)
     if coordinates:
-        run = functools.partial(run_on, held.turned.workers)
-        commits = JobCommits(cast(Any, SimpleNamespace(services=services, run_on=run)), *cast(Any, (None, None)))
+        run = functools.partial(work_on, held.turned.workers)
+        commits = JobCommits(cast(Any, SimpleNamespace(services=services, work_on=run)), *cast(Any, (None, None)))
         checkpoint, then = cast(Any, SimpleNamespace(arenas={})), lambda *found: heard.append(found)
         start(commits._write_part(checkpoint, "", wanted, threading.Event()), then)
     else:
