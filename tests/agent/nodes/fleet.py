@@ -18,12 +18,13 @@ from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Assignment, assign_parity, evict_older, replicate
 from ckpt.agent.replication.survey import SafeCheckpoint, find_replicated
 from ckpt.agent.runtime.coroutines import Promise, Task
+from ckpt.agent.runtime.workers import error_text
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import encode_local_parts
 from ckpt.agent.state.job_facts import JobFacts
 from ckpt.agent.state.replica_state import ReplicaState
 from ckpt.agent.state.slots import AttemptTimes, SaveAttempt, SaveReason
-from ckpt.errors import AgentError, CkptError, DamagedData
+from ckpt.errors import AgentError, DamagedData
 from ckpt.format.frames import frame_hash
 from ckpt.ipc.addresses import Address
 from ckpt.ipc.arena import Arena
@@ -118,8 +119,8 @@ class Link:
             return Message(reply, [], [msgpack.packb(self._fleet.keeps(name).fields())])
         try:
             return Message(reply, [], await self._fleet.parities[name].serve(fields, blobs))
-        except CkptError as exc:
-            raise AgentError(str(exc)) from exc
+        except Exception as exc:  # as `serve_request` tells it
+            raise AgentError(error_text(exc)) from exc
 
     def notify(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         identity = Identity.parse(fields["identity"])
