@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from ckpt.agent.runtime.coroutines import Coro
+from ckpt.agent.runtime.workers import error_text
 from ckpt.errors import CkptError
 from ckpt.policy.export_rule import ExportRule
 from ckpt.types import Identity
@@ -68,7 +69,7 @@ class Exports:
                 seconds = time.monotonic() - began_s
                 self._emit("export.done", f"step {step} is exported to {path}", False, {**facts, "seconds": seconds})
         except CkptError as exc:
-            self._emit("export.failed", f"step {step} was not exported to {path}: {exc}", True, facts)
+            self._emit("export.failed", f"step {step} was not exported to {path}: {error_text(exc)}", True, facts)
         self._is_running = False
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None

@@ -110,9 +110,8 @@ class JobCommits:
         write = functools.partial(write_part, self._store, wanted, arenas, cancel=cancel)
         if is_own:
             return await context.run_on(Lane.PART, write)  # not in the COMMIT lane, which waits for it
-        replicas.arenas.lease(wanted.identity)  # a newer checkpoint may be replicated meanwhile
         written = context.work_on(Lane.MEMORY, write)
-        written.when_settled(lambda: replicas.arenas.release(wanted.identity))
+        replicas.arenas.lease_until(wanted.identity, written)
         return await written
 
     def abandon(self) -> None:
@@ -200,7 +199,7 @@ class JobCommits:
         try:
             await context.run_on(Lane.COMMIT, lambda: self._store.prune(context.epoch, keep))
         except CkptError as exc:
-            context.emit("prune.failed", f"old checkpoints could not be pruned now: {exc}", True)
+            context.emit("prune.failed", f"old checkpoints could not be pruned now: {error_text(exc)}", True)
         finally:
             self.pending_prunes -= 1
 
@@ -252,7 +251,7 @@ class JobCommits:
         would only get several that say the same."""
         context, facts = self._context, self._context.scheduler.facts
         for count in itertools.count(1):
-            await sleep(context.services.server.call_later, context.services.heartbeat_s)
+            await sleep(context.call_later, context.services.heartbeat_s)
             if context.is_dropped or context.internal_error or facts.all_gone or facts.superseded_by:
                 return
             try:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ckpt.agent.commit.commit_terms import CommitTerms
 from ckpt.agent.commit.job_options import JobOptions
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from ckpt.ipc.node_list import NodeAt
     from ckpt.store.lineage import Claim
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger("ckpt")
@@ -199,10 +198,6 @@ class JobContext:
                 each.peer.disconnect()
             return None
 
-    def guarded(self, then: Callable[P, T]) -> Callable[P, T | None]:
-        """`then`, run under `guard`."""
-        return lambda *given, **named: self.guard(lambda: then(*given, **named))
-
     def spawn(self, coroutine: Coro[None]) -> None:
         """Starts a task of this job, each step of which runs under `guard`."""
         spawn(coroutine, self.guard)
@@ -216,7 +211,8 @@ class JobContext:
         return run_on(self.services.workers, lane, work)
 
     def call_later(self, delay_s: float, what: Callable[[], None]) -> None:
-        self.services.server.call_later(delay_s, self.guarded(what))
+        """Runs `what` under `guard` after a delay."""
+        self.services.server.call_later(delay_s, lambda: self.guard(what))
 
     def emit(self, name: str, message: str, loud: bool = False, data: dict[str, Any] | None = None) -> None:
         """Emits an event and sends it to the lowest connected rank."""

@@ -14,7 +14,7 @@ from ckpt.agent.job.job_replication import JobReplication
 from ckpt.agent.replication.replication_manager import SLOTS_MIN
 from ckpt.agent.runtime.coroutines import Coro
 from ckpt.agent.runtime.memory_plan import SLOTS, MemoryPlan, make_table, slots_for
-from ckpt.agent.runtime.workers import Lane
+from ckpt.agent.runtime.workers import Lane, error_text
 from ckpt.agent.snapshots.division import Division, make_division
 from ckpt.agent.snapshots.memory_checkpoint import MemoryCheckpoint, assemble_checkpoint
 from ckpt.agent.snapshots.replica_check import ReplicaCheck
@@ -62,8 +62,9 @@ class JobDivision:
             made = await context.run_on(Lane.MEMORY, lambda: make_division(ranks, before, distrusted))
         except CkptError as exc:
             if not context.is_dropped:
-                context.emit("division.failed", f"the state cannot be divided among the ranks: {exc}", True)
-                context.scheduler.arenas.record_division_failure(number, str(exc))
+                error = error_text(exc)
+                context.emit("division.failed", f"the state cannot be divided among the ranks: {error}", True)
+                context.scheduler.arenas.record_division_failure(number, error)
             return
         if not context.is_dropped:
             await self._plan_memory(number, made)
@@ -137,7 +138,8 @@ class JobMemory:
         try:
             plan = await self._measure(division, slots_for(scheduler.clock.policy))
         except CkptError as exc:
-            scheduler.arenas.record_division_failure(number, f"the memory for it cannot be planned: {exc}")
+            text = f"the memory for it cannot be planned: {error_text(exc)}"
+            scheduler.arenas.record_division_failure(number, text)
             return
         before, plan = self.plan, replace(plan, slots=self._place_replicas(division, plan.slots))
         if not scheduler.arenas.record_division(number, division.id, division.arena_bytes, plan.slots):
@@ -280,7 +282,7 @@ class JobMemory:
             made = await self._context.shares.make_arenas(slot, dict(enumerate(sizes)))
         except CkptError as exc:
             if arenas.needs_arenas(slot, sizes):
-                self._reduce_slots(str(exc), slot)
+                self._reduce_slots(error_text(exc), slot)
         # After an error there are none, and none of these sizes is needed any more.
         arenas.record_arenas(slot, tuple(made[rank] for rank in sorted(made)))
 
@@ -313,7 +315,7 @@ class JobMemory:
             arenas = context.shares.local_share.arenas[slot]
             made = await context.run_on(Lane.MEMORY, lambda: assemble_checkpoint(identity, parts, arenas))
         except CkptError as exc:
-            error = str(exc)
+            error = error_text(exc)
         else:
             context.checkpoints[slot] = made
             self._report_assembled(made)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ckpt.agent.job.job_context import JobContext, JobPolicy
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.rereplicate import Rereplication
-from ckpt.agent.runtime.coroutines import sleep, spawn
+from ckpt.agent.runtime.coroutines import sleep
+from ckpt.agent.runtime.workers import error_text
 from ckpt.agent.snapshots.inventory import find_sealed_snapshot
 from ckpt.agent.state.replica_state import NO_PEER_MEMORY, NO_PEER_ROOM, SUPERSEDED
 from ckpt.errors import AgentError
@@ -83,7 +84,7 @@ class JobReplication:
     def replicate(self, slot: int, version: Version) -> None:
         """Replicates the checkpoint in that slot. First it is found out which version is replicated, if this is not
         known yet."""
-        spawn(self._replicate(slot, version), self._context.guard)
+        self._context.spawn(self._replicate(slot, version))
 
     async def _replicate(self, slot: int, version: Version) -> None:
         context, replicas = self._context, self._context.scheduler.replicas
@@ -106,7 +107,7 @@ class JobReplication:
         try:
             nodes = await manager.replicate(identity, retained, replicas.retained_placement)
         except AgentError as exc:
-            error = str(exc)
+            error = error_text(exc)
         if self._on_ended(slot, version, error, time.monotonic() - began_s):
             manager.evict_older(nodes, identity)
 

@@ -27,7 +27,7 @@ from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.replication.survey import survey
 from ckpt.agent.restore.collect import CheckpointCollector
-from ckpt.agent.runtime.coroutines import EXPECTED, run_on, spawn
+from ckpt.agent.runtime.coroutines import EXPECTED, Task, run_on, spawn
 from ckpt.agent.runtime.workers import Lane, error_text
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.agent.snapshots.manifest_gather import GatheredManifest
@@ -227,14 +227,13 @@ class OrphanCommitter:
         log.warning("%s in memory, is committed from here", text)
         parts = self._plan_orphan_write(attempt, found, terms)
         commit = functools.partial(commit_orphan, self._context.store, checkpoint, terms, attempt.cancel, parts)
-        self._memory.replicas.arenas.lease(identity)
+        committing = Task(run_on(self._context.workers, Lane.COMMIT, commit))
+        self._memory.replicas.arenas.lease_until(identity, committing)
         try:
-            await run_on(self._context.workers, Lane.COMMIT, commit)
+            await committing
         except Superseded as exc:
             self._fail(attempt, str(exc), identity.epoch)
             return
-        finally:
-            self._memory.replicas.arenas.release(identity)
         text = f"step {identity.version.step} is committed by a node that is left of the job that saved it"
         log.warning("%s", text)
         self._context.emit_event(Event("commit.orphan", text, True, {"identity": str(identity)}))

@@ -72,7 +72,7 @@ class SnapshotHandlers:
         # A dead coordinator may not have asked for hashes yet; its successor appoints nothing meanwhile.
         hashed = not self._permissions.is_coordinator(channel.peer, identity.epoch)
         arenas = self._memory.require_arenas(identity, ranks, hashed)
-        encode = lambda: encode_local_parts(identity, world, arenas, sealed)  # noqa: E731
+        encode = functools.partial(encode_local_parts, identity, world, arenas, sealed)
         encoded = await work_on(self._context.workers, Lane.FRONT, encode)
         return {"sizes": [[rank, arena.size_bytes] for rank, arena in arenas.items()]}, [encoded]
 
@@ -137,17 +137,11 @@ class SnapshotHandlers:
         wanted = WriteRequest.decode(identity, message.blobs[0], options.codec, options.limits.bandwidth)
         arenas = self._memory.require_arenas(identity, np.unique(wanted.ranks).tolist())
         under_way = channel.peer, identity, threading.Event()
-        # Leased, since a newer checkpoint may be replicated meanwhile and evict this one.
-        replicas.arenas.lease(identity)
         self._writes.append(under_way)
         write = functools.partial(write_part, store, wanted, arenas, self._write_progress.advance, under_way[2])
-
-        def end() -> None:
-            self._writes.remove(under_way)
-            replicas.arenas.release(identity)
-
         writing = work_on(self._context.workers, Lane.COMMIT, write)
-        writing.when_settled(end)
+        writing.when_settled(lambda: self._writes.remove(under_way))
+        replicas.arenas.lease_until(identity, writing)
         written = await writing
         return {}, [written.places.tobytes(), msgpack.packb(written.packs)]
 

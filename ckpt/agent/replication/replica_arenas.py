@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpt.agent.net.tcp_receiver import Fetch
 from ckpt.agent.runtime.coroutines import Promise
@@ -161,6 +162,12 @@ class ReplicaArenas:
     def lease(self, identity: Identity) -> None:
         """Protects the replicas of that checkpoint from reuse until `release`. Leases are counted."""
         self._leases[identity] += 1
+
+    def lease_until(self, identity: Identity, ended: Promise[Any]) -> None:
+        """Leases the replicas of that checkpoint until the promise is settled, also if nobody waits for it any more: a
+        thread that works on them reads on. A newer checkpoint may be replicated meanwhile."""
+        self.lease(identity)
+        ended.when_settled(lambda: self.release(identity))
 
     def release(self, identity: Identity) -> None:
         """Ends one lease. After the last, the memory of evicted replicas is reused."""

@@ -50,8 +50,7 @@ class HomeClient:
     ) -> None:
         self._session, self._network, self._node, self._fields, self._dials = session, network, node, fields, dials
         self._on_received, self._on_failed = on_received, on_failed
-        failed = lambda frames, error: self._give_up(error)  # noqa: E731
-        self._offer = PeerOffer(network, node, offer_name, numbers, self._receive, failed)
+        self._offer = PeerOffer(network, node, offer_name, numbers, self._receive, lambda _, why: self._give_up(why))
         self._pending_frames: set[int] = set()  # requested, and not here
         self._unanswered_frames: set[int] = set()  # those of the pending ones that the home has not answered for
         self._last_heard_s = 0.0

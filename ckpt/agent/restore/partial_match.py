@@ -1,8 +1,8 @@
 """The partial match of a committed checkpoint: finds those frames of its record that lie in some node's memory.
 
 These frames need not be read from the store. Two frames are the same if hash and length are equal, whatever rank staged
-them; the receiver verifies the hash again. A holder that does not answer within ANSWER_TIMEOUT_S, or whose
-answer contradicts the record, is left out.
+them; the receiver verifies the hash again. A holder that does not answer within ANSWER_TIMEOUT_S, or whose answer
+contradicts the record, is left out.
 """
 
 from __future__ import annotations
