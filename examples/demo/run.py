@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -79,8 +80,12 @@ class Job:
     def end(self) -> None:
         """Where the demo itself ends early, nothing trains on."""
         if self.torchrun is not None and self.torchrun.poll() is None:
+            workers = psutil.Process(self.torchrun.pid).children()
             self.torchrun.terminate()
             self.torchrun.wait()
+            for worker in workers:  # torchrun forgets those that it is just starting
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.terminate()
 
     def losses(self) -> dict[tuple[int, int], str]:
         """(rank, step) -> the loss as written. Errors: SystemExit where one step was run twice with other losses."""

@@ -54,9 +54,9 @@ def test_a_demo_that_ends_early_leaves_nothing_training(tmp_path: Path, by: sign
     command, said = demo_command("--folder", str(tmp_path / "demo")), tmp_path / "said"
     with said.open("w") as file, subprocess.Popen(command, cwd=ROOT, env=demo_env(), stderr=file) as begun:
         process = psutil.Process(begun.pid)
-        while len(children := process.children(recursive=True)) < 3:  # torchrun and its workers
+        while len(children := process.children(recursive=True)) < 3:  # torchrun and its workers, just being started
             assert begun.poll() is None
-            time.sleep(0.05)
+            time.sleep(0.001)
         begun.send_signal(by)
         assert begun.wait(60) == status
     assert "KeyboardInterrupt" not in said.read_text()  # no traceback

@@ -222,7 +222,7 @@ class Carried:
             shares=SimpleNamespace(local_share=SimpleNamespace(arenas={})),
             emit=lambda *said, **data: None,
             services=SimpleNamespace(account=self.account, awaits_memory_nodes=lambda: self.awaits),
-            guard=lambda what: what(),
+            spawn=Task,
             call_later=lambda delay_s, what: self.later.append(what),
         )
         policy = SimpleNamespace(cost_model=CostModel(Adaptive()))
