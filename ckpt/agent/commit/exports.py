@@ -24,7 +24,7 @@ class Exports:
         self,
         rule: ExportRule,
         export: Callable[[ExportRule, Identity, bool], Coro[bool]],
-        spawn: Callable[[Coro[None]], None],
+        spawn: Callable[[Coro[None]], object],
         emit: Callable[..., None],
     ) -> None:
         self.rule = rule

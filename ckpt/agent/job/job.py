@@ -400,6 +400,7 @@ class Job:
         """Frees the job's memory. The caller ensures that no work is under way and no lease is held. `leave_others`:
         the other nodes keep their memory of the job."""
         self.context.is_dropped = True
+        self.replication.end_rereplication()
         if self.restore is not None:
             self.restore.close()
         self.context.checkpoints.clear()

@@ -19,7 +19,7 @@ from ckpt.agent.preemption.notice_listener import NoticeListeners
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.runtime import memory_plan
-from ckpt.agent.runtime.coroutines import Coro, Promise, run_on, spawn, work_on
+from ckpt.agent.runtime.coroutines import Coro, Promise, Task, run_on, spawn, work_on
 from ckpt.agent.runtime.event_loop import EventLoop
 from ckpt.agent.runtime.workers import MESSAGE_MAX, Lane, Workers
 from ckpt.agent.scheduler.scheduler import Scheduler
@@ -198,9 +198,9 @@ class JobContext:
                 each.peer.disconnect()
             return None
 
-    def spawn(self, coroutine: Coro[None]) -> None:
+    def spawn(self, coroutine: Coro[None]) -> Task[None]:
         """Starts a task of this job, each step of which runs under `guard`."""
-        spawn(coroutine, self.guard)
+        return spawn(coroutine, self.guard)
 
     def work_on(self, lane: Lane, work: Callable[[], T]) -> Promise[T]:
         """Runs `work` on a worker thread. Errors: those of `work`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpt.agent.job.job_context import JobContext, JobPolicy
 from ckpt.agent.replication.replication_manager import ReplicationManager
 from ckpt.agent.replication.rereplicate import Rereplication
-from ckpt.agent.runtime.coroutines import sleep
+from ckpt.agent.runtime.coroutines import Task, sleep
 from ckpt.agent.runtime.workers import error_text
 from ckpt.agent.snapshots.inventory import find_sealed_snapshot
 from ckpt.agent.state.replica_state import NO_PEER_MEMORY, NO_PEER_ROOM, SUPERSEDED
@@ -40,6 +40,7 @@ class JobReplication:
         self.has_announced_checkpoint = False
         self._context, self._policy = context, policy
         self._has_reported_placement = False
+        self._rereplicating: Task[None] | None = None
 
     def set_option(self, option: Replicas | Parity | None) -> None:
         """Sets up replicas or parity on other nodes, if there are any."""
@@ -78,6 +79,11 @@ class JobReplication:
         scheduler = self._context.scheduler
         is_kept = scheduler.replicas.is_placement_complete and not scheduler.replicas.is_replication_failing
         return self.manager is not None and self.manager.is_requested and not is_kept
+
+    @property
+    def losses_to_survive(self) -> int:
+        """How many nodes the user wants each checkpoint to survive the loss of."""
+        return self.manager.losses_to_survive if self.manager is not None else 0
 
     # -- one replication
 
@@ -197,6 +203,14 @@ class JobReplication:
                 f"agent {name} is gone or cut off, and its copies may be lost. They are made again as soon as possible"
             )
             self._emit_lost(newest, why, agent=name)
+
+    def begin_rereplication(self, made: Rereplication) -> None:
+        self.rereplication, self._rereplicating = made, self._context.spawn(made.run())
+
+    def end_rereplication(self) -> None:
+        if self._rereplicating is not None:
+            self._rereplicating.cancel()
+        self.rereplication = self._rereplicating = None
 
     def release_replicas(self) -> None:
         """Has all nodes drop their replicas of this job's checkpoints."""

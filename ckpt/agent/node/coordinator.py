@@ -12,7 +12,7 @@ from ckpt.agent.node.inventory_lease import LEASE_TIMEOUT_S, InventoryLease
 from ckpt.agent.node.node_context import NodeContext
 from ckpt.agent.node.node_memory import NodeMemory
 from ckpt.agent.node.startup_state import Start
-from ckpt.agent.replication.rereplicate import Rereplication
+from ckpt.agent.replication.rereplicate import Rereplication, Target
 from ckpt.agent.restore.collect import CheckpointCollector
 from ckpt.agent.runtime.coroutines import start
 from ckpt.agent.snapshots.inventory import Inventory
@@ -148,24 +148,22 @@ class Coordinator:
         """Re-replicates the restored checkpoint once the job's memory plan is known, until the job has a checkpoint of
         its own that supersedes it."""
         for job in self._jobs.coordinated():
-            group, manager = job.scheduler, job.replication.manager
-            losses = manager.losses_to_survive if manager is not None and job.memory.plan is not None else 0
+            group = job.scheduler
+            if job.memory.plan is None:
+                continue
             if (
                 job is not self._jobs.current
+                or not job.replication.losses_to_survive
                 or group.replicas.supersedes_former
                 or group.facts.all_gone
                 or group.facts.superseded_by
             ):
-                if job.replication.rereplication is not None:
-                    job.replication.rereplication.end()
-                job.replication.rereplication = None
-            elif losses:
-                self._set_up_rereplication(job)
-                if job.replication.rereplication is not None and job.replication.rereplication.is_due:
-                    job.replication.rereplication.begin_attempt(job.memory.spare_bytes_by_node(), losses)
+                job.replication.end_rereplication()
+            else:
+                self._begin_rereplication(job)
 
-    def _set_up_rereplication(self, job: Job) -> None:
-        """Sets up the re-replication of the restored checkpoint. Waits until the memory-only nodes are known, and, if
+    def _begin_rereplication(self, job: Job) -> None:
+        """Begins the re-replication of the restored checkpoint. Waits until the memory-only nodes are known, and, if
         this agent took the job over from a dead one, the job's own replicated checkpoints."""
         network, group, memory = self._context.network, job.scheduler, self._memory
         if not job.replication.needs_rereplication or self.memory_nodes.has_pending_nodes:
@@ -187,15 +185,20 @@ class Coordinator:
             finally:
                 memory.replicas.arenas.release(identity)
 
-        job.replication.rereplication = Rereplication(
-            *(network, memory.replicas, memory.replica_service, identity),
-            nodes=lambda: [*job.nodes, *self.memory_nodes.nodes()],
-            own=lambda: memory.inventory(whole=True),
-            rebuild=rebuild,
-            guard=job.context.guard,
-            later=self._context.server.call_later,
-            emit=job.context.emit,
-            report=job.replication.report_parent,
+        def target() -> Target:
+            nodes, lends = [*job.nodes, *self.memory_nodes.nodes()], job.memory.spare_bytes_by_node()
+            return Target(nodes, lends, job.replication.losses_to_survive)
+
+        job.replication.begin_rereplication(
+            Rereplication(
+                *(network, memory.replica_service, identity),
+                target=target,
+                own=lambda: memory.inventory(whole=True),
+                rebuild=rebuild,
+                later=self._context.server.call_later,
+                emit=job.context.emit,
+                report=job.replication.report_parent,
+            )
         )
 
 

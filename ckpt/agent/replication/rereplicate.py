@@ -16,18 +16,18 @@ holder no more once another source has given the snapshot. Main thread only.
 
 from __future__ import annotations
 
+import functools
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.replication.replica_service import ReplicaService
-from ckpt.agent.replication.replica_store import ReplicaStore
 from ckpt.agent.replication.replicate import Assignment, make_replicas
 from ckpt.agent.replication.survey import survey
-from ckpt.agent.runtime.coroutines import Coro, Task, spawn
+from ckpt.agent.runtime.coroutines import CallLater, Coro, Promise, sleep
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.errors import AgentError, CkptError
 from ckpt.placement.groups import PlacementNode
@@ -52,82 +52,70 @@ def retry_delay_s(failures: int) -> float:
     return min(2.0 ** min(failures, 16), RETRY_S_MAX)
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is wanted now. `nodes`: of the job, and memory-only ones. `lends`: node -> bytes lent. `copies`: how many
+    beside the original."""
+
+    nodes: Sequence[NodeAt]
+    lends: Mapping[str, int]
+    copies: int
+
+
 class Rereplication:
-    """The re-replication of one checkpoint, `identity`. `nodes`: of the job, and memory-only ones. `own`: this node's
-    inventory. `rebuild`: rebuilds what no node holds, or raises CkptError. `guard`: runs a function of the job.
-    `later(delay_s, what)`: a timer. `report(is_safe)`: hears whether the checkpoint meets the replication target
-    now."""
+    """The re-replication of one checkpoint, `identity`. `own`: this node's inventory. `rebuild`: rebuilds what no node
+    holds, or raises CkptError. `report(is_safe)`: hears whether the checkpoint meets the replication target now."""
 
     def __init__(
         self,
         network: PeerNetwork,
-        copies: ReplicaStore,
         service: ReplicaService,
         identity: Identity,
-        nodes: Callable[[], Sequence[NodeAt]],
+        target: Callable[[], Target],
         own: Callable[[], Inventory],
         rebuild: Callable[[Inventory], Coro[None]],
-        guard: Callable[[Callable[[], None]], None],
-        later: Callable[[float, Callable[[], None]], object],
+        later: CallLater,
         emit: Emit,
         report: Callable[[bool], None],
     ) -> None:
         self.identity = identity
         self._network, self._service = network, service
-        self._get_nodes, self._get_own, self._rebuild = nodes, own, rebuild
-        self._guard, self._call_later, self._emit, self._report_replicated = guard, later, emit, report
+        self._get_target, self._get_own, self._rebuild = target, own, rebuild
+        self._call_later, self._emit, self._report_replicated = later, emit, report
         self._failures_by_source: Counter[tuple[int, str]] = Counter()  # (rank, source) -> failed copies
         self._unreliable_holders: set[tuple[int, str]] = set()  # (rank, holder) of snapshots that count no more
         self._short_ranks: tuple[int, ...] = ()  # ranks reported to lack memory for copies
         self._last_action: object = None  # the ranks that the last attempt rebuilt, or the copies that it made
-        self._attempt: Task[None] | None = None  # the attempt under way, or the last one
-        self._is_stale = False  # a node has come or gone since the attempt began
-        self._is_ended = False
-        self._next_attempt_s = -math.inf  # inf: nothing is left to do
-        self._failed_attempts = 0
+        self._changed = Promise[None]()  # settled once a node has come or gone, or it is time to try again
 
-    @property
-    def is_due(self) -> bool:
-        """Whether `begin_attempt` is to be called now."""
-        is_idle = self._attempt is None or self._attempt.is_settled
-        return is_idle and not self._is_ended and time.monotonic() >= self._next_attempt_s
-
-    def begin_attempt(self, lends: Mapping[str, int], copies: int) -> None:
-        """Begins an attempt, when it is due. `lends`: node -> bytes lent. `copies`: how many beside the original."""
-        self._is_stale = False
-        self._attempt = spawn(self._run_attempt(lends, copies), self._guard)
+    async def run(self) -> None:
+        """Makes attempts until it is cancelled."""
+        failures = 0
+        while True:
+            # Whoever said that a node is gone may still be at work on that.
+            await sleep(self._call_later, 0.0)
+            if self._changed.is_settled:
+                self._changed, self._last_action = Promise(), None
+            try:
+                is_done = await self._try(self._get_target())
+            except CkptError as exc:
+                log.warning("%s: %s", self.identity, exc)
+                failures, is_done = failures + 1, True
+                self._call_later(retry_delay_s(failures), functools.partial(self._changed.set_result, None))
+            if is_done:
+                await self._changed
 
     def survey_again(self) -> None:
         """A node has come or gone: begins anew."""
-        self._is_stale, self._last_action = True, None
-        self._next_attempt_s = -math.inf
-
-    def end(self) -> None:
-        """Ends the re-replication; later answers are ignored."""
-        self._is_ended = True
-        if self._attempt is not None:
-            self._attempt.cancel()
+        self._changed.set_result(None)
 
     # -- inside
 
-    async def _run_attempt(self, lends: Mapping[str, int], copies: int) -> None:
-        try:
-            if await self._try(lends, copies):
-                self._next_attempt_s = math.inf
-        except CkptError as exc:
-            log.warning("%s: %s", self.identity, exc)
-            self._failed_attempts, self._last_action = self._failed_attempts + 1, None
-            again_s = retry_delay_s(self._failed_attempts)
-            if not self._is_stale:
-                self._next_attempt_s = time.monotonic() + again_s
-            self._call_later(again_s, lambda: None)  # wakes the event loop, which calls `begin_attempt`
-
-    async def _try(self, lends: Mapping[str, int], copies: int) -> bool:
+    async def _try(self, target: Target) -> bool:
         """One attempt. Returns whether nothing is left to do until a node comes or goes. Errors: CkptError; the next
         attempt follows later."""
-        nodes = self._get_nodes()
-        found, silent = await survey(self._network, nodes)
-        if self._is_stale:
+        found, silent = await survey(self._network, target.nodes)
+        if self._changed.is_settled:
             return False
         held = Inventory()
         for name, theirs in {"": self._get_own(), **found}.items():
@@ -141,17 +129,15 @@ class Rereplication:
             self._begin_action(missing)
             await self._rebuild(held)
             return False
-        plan, sizes = self._plan(held, nodes, lends, copies)
+        plan, sizes = self._plan(held, target)
         if plan.replicas:
             self._begin_action(plan.replicas)
-            await self._copy(nodes, plan.replicas, sizes)
+            await self._copy(target.nodes, plan.replicas, sizes)
         return not plan.replicas
 
-    def _plan(
-        self, held: Inventory, nodes: Sequence[NodeAt], lends: Mapping[str, int], copies: int
-    ) -> tuple[Reprotection, dict[int, int]]:
+    def _plan(self, held: Inventory, target: Target) -> tuple[Reprotection, dict[int, int]]:
         """The plan, and the bytes of each rank's snapshot."""
-        me, intact = self._network.agent_name, held.parity_protected_ranks(self.identity, copies)
+        me, intact = self._network.agent_name, held.parity_protected_ranks(self.identity, target.copies)
         holders: dict[int, list[str]] = {}
         for rank, names in held.holders_by_rank(self.identity).items():
             named = [name or me for name in names]
@@ -160,11 +146,11 @@ class Rereplication:
         sizes = {rank: held.arena_bytes.get((self.identity, rank), 0) for rank in holders}
         places = [
             PlacementNode(
-                node.name, lend_bytes=lends.get(node.name, 0), domains=node.domains, has_state=bool(node.ranks)
+                node.name, lend_bytes=target.lends.get(node.name, 0), domains=node.domains, has_state=bool(node.ranks)
             )
-            for node in nodes
+            for node in target.nodes
         ]
-        plan = plan_rereplication(holders, sizes, places, copies, self._failures_by_source)
+        plan = plan_rereplication(holders, sizes, places, target.copies, self._failures_by_source)
         if plan.short_ranks and plan.short_ranks != self._short_ranks:
             ranks = format_count(len(plan.short_ranks), "rank")
             text = f"{ranks} of step {self.identity.version.step} on fewer nodes than was asked for"

@@ -138,7 +138,8 @@ class RestoreSession:
                 for sources in (asked.bytes_by_level, self.bytes_by_level):
                     sources[origin.level] = sources.get(origin.level, 0) + self._length(frame)
         self.reject(asked, bad, DamagedData("it arrived damaged"))
-        self._finish_if_complete(asked)
+        if not asked.pending_frames:
+            self._end_request(asked, "", ok=True)
 
     def drop_request(self, receiver: StreamPeer) -> None:
         """Ends a rank's request: the rank is gone, done, or requests anew."""
@@ -265,7 +266,8 @@ class RestoreSession:
         for asked in batch:
             asked.contiguous_frames = {frame for frame in asked.contiguous_frames if wanted[frame] == 1}
             self._request_nearest(asked, set(asked.pending_frames))
-            self._finish_if_complete(asked)
+            if not asked.pending_frames:
+                self._end_request(asked, "", ok=True)
             spawn(self._report_progress(asked))
 
     async def _report_progress(self, asked: RankRequest) -> None:
@@ -324,10 +326,6 @@ class RestoreSession:
         if kind in (DamagedData.kind, AgentError.kind) and frames and frames <= self.unreached_frames:
             kind, message = AgentError.kind, f"{message}; a node that has it could not be reached"
         self._end_request(asked, message[:4000], ok=False, kind=kind)
-
-    def _finish_if_complete(self, asked: RankRequest) -> None:
-        if not asked.pending_frames:
-            self._end_request(asked, "", ok=True)
 
     def _end_request(self, asked: RankRequest, message: str, **fields: object) -> None:
         if self._is_current(asked):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,11 +11,10 @@ import msgpack
 import pytest
 
 from ckpt.agent.net.peer_network import PeerNetwork
-from ckpt.agent.replication import rereplicate
 from ckpt.agent.replication.replica_service import ReplicaService
 from ckpt.agent.replication.replica_store import ReplicaStore
-from ckpt.agent.replication.rereplicate import Rereplication, retry_delay_s
-from ckpt.agent.runtime.coroutines import Promise
+from ckpt.agent.replication.rereplicate import Rereplication, Target, retry_delay_s
+from ckpt.agent.runtime.coroutines import Promise, Task
 from ckpt.agent.runtime.workers import Workers
 from ckpt.agent.snapshots.described import describe_snapshots, encode_described
 from ckpt.agent.snapshots.inventory import Inventory
@@ -39,7 +38,8 @@ class Made:
         self.parity = ""  # the node that has parity of it
         self.nodes = list("abcd")
         self.said: list[bool] = []  # whether it is safe
-        self.waits: list[float] = []
+        self.copies, self.lends = 1, PLENTY
+        self.timers: list[tuple[float, Callable[[], None]]] = []
         self.rebuilding: list[Promise[None]] = []
         self.arenas = staged(WHICH, 1)
         self.sent = encode_described(describe_snapshots(WHICH, self.arenas))
@@ -49,23 +49,39 @@ class Made:
             cast(Workers, None), lambda what: what(), copies, lambda which: {}, lambda: network, lambda: 0
         )
         self.job = Rereplication(
-            *(network, copies, service, WHICH),
-            nodes=lambda: [NodeAt(name, (), (number,)) for number, name in enumerate(self.nodes)],
+            *(network, service, WHICH),
+            target=self.target,
             own=Inventory,
             rebuild=self.rebuild,
-            guard=lambda what: what(),
-            later=lambda delay_s, what: self.waits.append(delay_s),
+            later=lambda delay_s, what: self.timers.append((delay_s, what)),
             emit=lambda name, text, loud, data: self.events.append((name, data)),
             report=self.said.append,
         )
+        self.task = Task(self.job.run())
+
+    def target(self) -> Target:
+        nodes = [NodeAt(name, (), (number,)) for number, name in enumerate(self.nodes)]
+        return Target(nodes, self.lends, self.copies)
 
     async def rebuild(self, held: Inventory) -> None:
         self.rebuilding.append(Promise())
         await self.rebuilding[-1]
 
-    def begin(self, copies: int = 1, lends: Mapping[str, int] = PLENTY) -> None:
-        assert self.job.is_due
-        self.job.begin_attempt(lends, copies)
+    @property
+    def is_due(self) -> bool:
+        """Whether the next attempt comes by itself."""
+        return bool(self.timers)
+
+    @property
+    def is_pausing(self) -> bool:
+        return any(delay_s > 0 for delay_s, _ in self.timers)
+
+    def begin(self, copies: int = 1) -> None:
+        """The next attempt, however long that takes to come."""
+        assert self.is_due
+        self.copies = copies
+        while self.timers:
+            self.timers.pop(0)[1]()
 
     def survey(self) -> None:
         """Whoever was asked what lies there answers."""
@@ -113,8 +129,7 @@ class Made:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Made]]:
-    monkeypatch.setattr(rereplicate, "RETRY_S_MAX", 0.0)
+def made() -> Iterator[Callable[..., Made]]:
     every: list[Made] = []
 
     def make(*holders: str) -> Made:
@@ -146,7 +161,7 @@ def test_who_does_not_give_what_he_has_is_followed_by_who_has_it_too_and_then_ge
     job.give()
     assert job.keep() in (["a"], ["c"], ["d"])
     assert job.tend(2) == []
-    assert not job.job.is_due
+    assert not job.is_due
 
 
 def test_the_only_one_who_has_it_is_asked_again(made: Callable[..., Made]) -> None:
@@ -178,7 +193,8 @@ def test_that_it_is_safe_again_is_said_once_each_has_its_copy_and_no_more_once_o
 
 def test_what_there_is_too_little_memory_for_is_not_said_to_be_safe(made: Callable[..., Made]) -> None:
     job = made("a")
-    job.begin(lends={})
+    job.lends = {}
+    job.begin()
     job.survey()
     assert (job.said, job.names()) == ([False], ["replication.short"])
 
@@ -202,7 +218,7 @@ def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, m
     (holder,) = job.keep()
     if when == "afterwards":
         assert job.tend() == []
-        assert not job.job.is_due
+        assert not job.is_due
         lose("d" if holder != "d" else "c")
         assert job.tend() == [], "it had nothing"
         lose("a")
@@ -210,9 +226,10 @@ def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, m
     job.give()
     job.keep()
     assert job.names() == ["replica.restored"] * 2
-    job.job.end()
+    job.task.cancel()
     job.job.survey_again()
-    assert not job.job.is_due
+    job.begin()
+    assert not job.left("survey")
 
 
 def test_a_node_that_dies_while_it_is_asked_is_done_without_where_the_others_have_all_and_else_all_are_asked_again(
@@ -220,9 +237,9 @@ def test_a_node_that_dies_while_it_is_asked_is_done_without_where_the_others_hav
 ) -> None:
     job = made()
     job.silent = {"b"}
-    for tries in range(1, 4):
+    for _ in range(3):
         assert job.tend() == []
-        assert (job.job.is_due, len(job.waits)) == (True, tries)
+        assert job.is_pausing
     job.holders = {"a"}
     assert job.tend() == ["a"]
 
@@ -232,9 +249,9 @@ def test_what_only_parity_has_is_rebuilt_first_and_again_where_that_fails(made: 
     job.parity = "b"
     for error in ("there is no memory", ""):
         assert job.tend() == []
-        assert not job.job.is_due
+        assert not job.is_due
         job.rebuilding.pop().set_outcome(None, error)
-        assert (job.job.is_due, job.said) == (True, [])
+        assert (job.is_due, job.said) == (True, [])
     job.holders = {"c"}
     job.tend(2)
     assert not job.rebuilding
@@ -246,19 +263,21 @@ def test_what_an_agent_has_said_that_is_gone_meanwhile_counts_no_more(made: Call
     job.begin(2)
     job.job.survey_again()
     job.survey()
-    assert (job.left("publish"), job.job.is_due) == ([], True)
+    assert (job.left("publish"), job.is_due) == ([], True)
     job.holders = {"b"}
     assert job.tend(2) == ["b"]
 
 
 def test_copies_that_do_not_stay_are_made_again_only_after_a_pause(made: Callable[..., Made]) -> None:
     job = made("a")
-    for pauses in range(2):
+    for _ in range(2):
         assert job.tend() == ["a"]
         job.give()
         job.keep()
         job.holders = {"a"}
-        assert (job.tend(), len(job.waits)) == ([], pauses + 1)
+        assert not job.is_pausing
+        assert job.tend() == []
+        assert job.is_pausing
 
 
 @pytest.mark.parametrize("when", ["while they are asked", "afterwards"])
@@ -272,8 +291,7 @@ def test_where_nobody_has_the_rest_a_memory_only_node_that_comes_is_asked_too(
         job.job.survey_again()
     job.survey()
     if when == "afterwards":
-        assert not job.job.is_due
-        assert not job.waits, "nothing is to come of that by itself"
+        assert not job.is_due, "nothing is to come of that by itself"
         job.nodes.append("m")
         job.job.survey_again()
     assert job.tend() == ["m"]
@@ -282,9 +300,9 @@ def test_where_nobody_has_the_rest_a_memory_only_node_that_comes_is_asked_too(
 def test_once_the_job_has_something_as_safe_nothing_is_found_any_more(made: Callable[..., Made]) -> None:
     job = made("a")
     job.begin()
-    job.job.end()
+    job.task.cancel()
     job.survey()
-    assert (job.left("publish"), job.job.is_due) == ([], False)
+    assert (job.left("publish"), job.is_due) == ([], False)
 
 
 def limit(cluster: Cluster, peer_bandwidth: int | None) -> None:
