@@ -50,7 +50,7 @@ test-all: .venv/.ready-dev
 	$(PYTEST) $(PYTEST_ARGS)
 
 deep: .venv/.ready-dev
-	CKPT_NODE_KILLS=100 $(BIN)/python -m pytest tests/agent/nodes/test_kills.py tests/agent/nodes/test_memory_node.py
+	CKPT_NODE_KILLS=100 $(BIN)/python -m pytest tests/agent/nodes/test_kills.py
 	CKPT_SIM_DEEP=1 CKPT_SIM_SCHEDULES=100000 $(BIN)/python -m pytest tests/agent/preemption/test_preemption_exhaustive.py \
 		tests/agent/preemption/test_preemption_sim.py tests/agent/scheduler/test_scheduler_sim.py tests/agent/state/test_replica_state_sim.py \
 		tests/agent/nodes/test_replication_sim.py tests/sim

@@ -67,14 +67,19 @@ def await_level(made: Busy, step: int) -> None:
 
 
 @pytest.mark.timeout(300 + 30 * KILLS)
-@pytest.mark.parametrize("peers", [{"replicas": 1}, {"data": 2, "parity": 1}])
+@pytest.mark.parametrize(
+    ("peers", "lends"), [({"replicas": 1}, False), ({"data": 2, "parity": 1}, False), ({"replicas": 2}, True)]
+)
 def test_whatever_is_killed_at_whatever_moment_the_newest_safe_checkpoint_comes_back(
-    peers: dict[str, int], cluster: Cluster, url: str, seed: int
+    peers: dict[str, int], lends: bool, cluster: Cluster, url: str, seed: int
 ) -> None:
+    """`lends`: a memory-only node keeps copies, too."""
     rng = random.Random(seed)
     commits = rng.random() < 0.5
     if not commits:
         cluster.forbid_commits()
+    if lends:
+        cluster.peers = cluster.lend()["listen"]
     cluster.options = {**cluster.options, "peers": peers, "policy": {"steps": 2, "seconds": None}}
     known = copied = 0
     nodes = list(range(NODES))
