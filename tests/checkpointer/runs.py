@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,22 @@ from ckpt.settings import read_settings
 from ckpt.storage import canonical
 from ckpt.threads import Tasks
 from ckpt.types import Identity
-from tests.checkpointer.loops import make, wait_agent_gone
+from tests.checkpointer.loops import losses, make, wait_agent_gone
 from tests.servers import Server
 
 LATER = ckpt.Every(steps=10**6)  # nothing is appointed
 RUN = "runs/one"  # its place in the bucket of a server
 URL = f"s3://bucket/{RUN}"
+
+
+class Stateful:
+    """An object of the user's, whose state is what `read` gives."""
+
+    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+        self.state_dict = read
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
 
 class Seen:
@@ -85,19 +95,29 @@ def run(
     job: Any = None,
     at: Callable[[ckpt.Checkpointer, int], None] = lambda ck, step: None,
     more: dict[str, Any] | None = None,
+    sinks: Iterable[Callable[[Event], None]] = (),
     **options: Any,
 ) -> Ended:
     """Trains up to `steps`: a job, by default one of another seed, so that what it gets right is restored; or nothing,
     where it is the state alone. `at`: is called in each step behind its update. `more`: of the state."""
     job = job or make(seed=9)
     state, losses, seen = job if isinstance(job, dict) else job.state, list[float](), Seen()
-    with ckpt.Checkpointer(url, state | more if more else state, sinks=(seen,), **options) as ck:
+    with ckpt.Checkpointer(url, state | more if more else state, sinks=(seen, *sinks), **options) as ck:
         for step in ck.steps(steps):
             if not isinstance(job, dict):
                 losses.append(job.train(step))
             at(ck, step)
     wait_agent_gone(url)
     return Ended(losses, ck, seen)
+
+
+def goes_on(url: str | os.PathLike[str], before: list[float], steps: int = 2, **options: Any) -> Ended:
+    """The next start makes so many steps more. It goes on from the end of these losses, and all are those of an
+    uninterrupted run."""
+    ended = run(url, len(before) + steps, **options)
+    assert ended.from_step == len(before)
+    assert before + ended.losses == losses(len(before) + steps)
+    return ended
 
 
 def restore(url: str | os.PathLike[str], state: dict[str, Any], **options: Any) -> ckpt.Checkpointer:

@@ -13,9 +13,9 @@ import ckpt
 from ckpt.store.keys import parse_record, record_key
 from ckpt.store.run import Run
 from tests.checkpointer import proxy as proxies
-from tests.checkpointer.loops import losses, make, wait_agent_gone
+from tests.checkpointer.loops import make, wait_agent_gone
 from tests.checkpointer.proxy import HELD, Proxy, answer
-from tests.checkpointer.runs import RUN, URL, Seen, agent_status, kill_agent, run, saving
+from tests.checkpointer.runs import RUN, URL, Seen, agent_status, goes_on, kill_agent, run, saving
 from tests.checkpointer.scripts import losses_of, train
 from tests.cli.stores import opened
 from tests.servers import Server
@@ -40,10 +40,8 @@ def test_a_job_that_is_started_again_with_new_credentials_saves_with_them(
                     ck.save().wait("store", timeout_s=60)
                     store.fail(answer(403, "InvalidAccessKeyId"), who="old")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "new")
-        again = run(URL, 5)
-        assert (again.from_step, again.ck.restored.level) == (3, "local")
-        assert again.ck.receipt["committed_step"] == 5
-        assert found + again.losses == losses(5)
+        again = goes_on(URL, found).ck
+        assert (again.restored.level, again.receipt["committed_step"]) == ("local", 5)
 
 
 def test_a_job_and_its_restart_take_credentials_from_a_rewritten_file(
@@ -78,10 +76,9 @@ def test_a_job_and_its_restart_take_credentials_from_a_rewritten_file(
         pid = agent_status(URL)["pid"]
         rotate("second", "third")
         pids = list[int]()
-        again = run(URL, 4, None, lambda ck, step: pids.append(agent_status(URL)["pid"]))
-        assert (again.from_step, set(pids)) == (2, {pid})
+        again = goes_on(URL, found, at=lambda ck, step: pids.append(agent_status(URL)["pid"]))
+        assert set(pids) == {pid}
         assert again.ck.receipt["committed_step"] == 4
-        assert found + again.losses == losses(4)
 
 
 @pytest.mark.parametrize("key", ["*", f"{RUN}/data/*-000000000004.*"], ids=["all", "data"])
@@ -108,10 +105,8 @@ def test_a_record_that_lands_after_its_job_was_followed_is_a_branch(
     store.heal()
     with opened(URL) as backend:
         assert held_record(store) in [record_key(ref.identity, ref.writer) for ref in Run(backend).view().branches]
-    again = run(URL, step + 4)
-    assert again.from_step == step + 2
+    again = goes_on(URL, before[: followed.from_step] + followed.losses)
     assert str(again.ck.restored.identity).startswith("00000002-")
-    assert before[: followed.from_step] + followed.losses + again.losses == losses(step + 4)
 
 
 def test_a_job_that_restarts_while_its_old_writer_uploads_goes_on_from_memory(
@@ -134,9 +129,7 @@ def test_a_job_that_restarts_while_its_old_writer_uploads_goes_on_from_memory(
         line = [ref.identity.version.step for ref in Run(backend).view().history]
     assert step in line
     assert line == sorted(line)
-    again = run(URL, went_on + 4)
-    assert again.from_step == went_on + 3
-    assert before[:went_on] + after + again.losses == losses(went_on + 4)
+    goes_on(URL, before[:went_on] + after)
 
 
 def test_a_restart_from_memory_needs_no_store(store: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +152,7 @@ def test_a_restart_from_memory_needs_no_store(store: Proxy, tmp_path: Path, monk
         seen.wait("claim.postponed")
         store.heal()
     wait_agent_gone(URL)
-    again = run(URL, went_on + 4)
-    assert (again.from_step, again.ck.restored.level) == (went_on + 3, "store")
-    assert before[:went_on] + after + again.losses == losses(went_on + 4)
+    assert goes_on(URL, before[:went_on] + after).ck.restored.level == "store"
 
 
 def killed_while_held(store: Proxy, log: Path) -> tuple[int, list[float]]:
