@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.events import Event
 from ckpt.format import codecs, record, values
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import VALUES, Codec
 from ckpt.types import Box
 from tests.checkpointer.loops import make, wait_agent_gone
-from tests.checkpointer.runs import run, saving
+from tests.checkpointer.runs import Ended, run, saving
 from tests.cli.stores import ckpt as run_command
 
 ELEMENTS = 2_000_000  # of a tensor: two frames of it, or more
@@ -31,12 +30,12 @@ def filled(**values: float) -> Tensors:
 
 def train_to(url: Path, state: Tensors, step: int) -> None:
     """Every step is a checkpoint, whose elements are all different."""
-    policy = ckpt.Every(steps=1)
-    with ckpt.Checkpointer(url, dict(state), policy=policy, strict=False, codec="raw") as ck:
-        for _ in ck.steps(step):
-            for number, tensor in enumerate(state.values()):
-                tensor.copy_(torch.arange(ELEMENTS) + step + number)
-    wait_agent_gone(url)
+
+    def at(ck: ckpt.Checkpointer, _: int) -> None:
+        for number, tensor in enumerate(state.values()):
+            tensor.copy_(torch.arange(ELEMENTS) + step + number)
+
+    run(url, step, dict(state), at, policy=ckpt.Every(steps=1), strict=False, codec="raw")
 
 
 def spoil(url: Path, step: int, at: float) -> None:
@@ -47,10 +46,9 @@ def spoil(url: Path, step: int, at: float) -> None:
     pack.write_bytes(data)
 
 
-def start(url: Path, state: Tensors, **options: Any) -> tuple[int, list[Event]]:
-    events = list[Event]()
-    with ckpt.Checkpointer(url, dict(state), sinks=(events.append,), **options) as ck:
-        return ck.restored.step, events
+def start(url: Path, state: Tensors, **options: Any) -> Ended:
+    """It trains nothing."""
+    return run(url, 0, dict(state), **options)
 
 
 @pytest.fixture
@@ -81,18 +79,18 @@ def test_the_way_out_that_is_named_is_one(grown: Path, monkeypatch: pytest.Monke
     command = str(found.value).partition("`ckpt ")[2].partition("`")[0]
     assert run_command(monkeypatch, *command.split()).code == 0
     state = filled(a=-1.0, z=0.0)
-    step, events = start(grown, state, strict=False)
-    assert step == 2
-    assert not any(event.name == "restore.skipped" for event in events)
+    again = start(grown, state, strict=False)
+    assert again.from_step == 2
+    assert not again.seen.named("restore.skipped")
     assert torch.equal(state["a"], filled(a=-1.0)["a"])
     assert torch.equal(state["z"], torch.arange(ELEMENTS) + 2.0)
 
 
 def test_a_candidate_that_fills_all_that_the_damaged_one_has_filled_is_restored_whole(grown: Path) -> None:
     state = filled(z=0.0)
-    step, events = start(grown, state, strict=False)
-    assert step == 2
-    assert any(event.name == "restore.skipped" for event in events)
+    again = start(grown, state, strict=False)
+    assert again.from_step == 2
+    assert again.seen.named("restore.skipped")
     assert torch.equal(state["z"], torch.arange(ELEMENTS) + 2.0)
 
 
@@ -106,7 +104,7 @@ def test_a_damaged_one_of_which_nothing_could_be_read_leaves_nothing_behind(tmp_
         start(url, filled(a=-1.0, z=0.0))
     wait_agent_gone(url)
     state = filled(a=-1.0, z=0.0)
-    assert start(url, state, strict=False)[0] == 2
+    assert start(url, state, strict=False).from_step == 2
     assert torch.equal(state["a"], filled(a=-1.0)["a"])
 
 

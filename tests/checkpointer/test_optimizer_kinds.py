@@ -12,7 +12,6 @@ from torch import nn
 
 import ckpt
 from tests.checkpointer import runs
-from tests.checkpointer.loops import wait_agent_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -32,29 +31,32 @@ class AsBytes:
         self.optimizer.load_state_dict(torch.load(io.BytesIO(state["bytes"]), weights_only=False))
 
 
-def run(url: Path, name: str, steps: int, seed: int, wrap: Any = None) -> list[float]:
-    kind = pytest.importorskip("pytorch_optimizer").load_optimizer(name)
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    optim, losses, seen = kind(model.parameters(), lr=0.01), [], list[ckpt.Event]()
-    state = {"model": model, "optim": optim if wrap is None else wrap(optim)}
-    with ckpt.Checkpointer(url, state, generators=False, sinks=(seen.append,)) as ck:
-        for step in ck.steps(steps):
-            optim.zero_grad()
-            loss = model(torch.full((3, 8), float(step))).square().sum()
-            loss.backward()
-            optim.step()
-            losses.append(loss.item())
-    wait_agent_gone(url)
-    assert not [event for event in seen if event.name == "optimizer.unsaved"]
-    return losses
+class Job:
+    def __init__(self, name: str, seed: int, wrap: Any) -> None:
+        kind = pytest.importorskip("pytorch_optimizer").load_optimizer(name)
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        self.optim = kind(self.model.parameters(), lr=0.01)
+        self.state = {"model": self.model, "optim": wrap(self.optim)}
+
+    def train(self, step: int) -> float:
+        self.optim.zero_grad()
+        loss = self.model(torch.full((3, 8), float(step))).square().sum()
+        loss.backward()
+        self.optim.step()
+        return float(loss.item())
+
+
+def run(url: Path, name: str, steps: int, seed: int, wrap: Any = lambda optim: optim) -> list[float]:
+    ended = runs.run(url, steps, Job(name, seed, wrap), generators=False)
+    assert not ended.seen.named("optimizer.unsaved")
+    return ended.losses
 
 
 @pytest.mark.parametrize("name", ["conda", "scalableshampoo"])
 def test_objects_in_an_optimizers_state_are_refused_after_the_first_step(tmp_path: Path, name: str) -> None:
     with pytest.raises(ckpt.UsageError, match=r"after step 1 .*state\['optim\.state\.0\.weight'\].*optimizers\.md"):
         run(tmp_path / "run", name, 3, seed=1)
-    wait_agent_gone(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["scalableshampoo"])
@@ -98,20 +100,18 @@ def test_a_counter_in_an_attribute_that_is_not_saved_is_said_once(tmp_path: Path
 
 
 def test_the_checkpoints_rate_wins_and_one_that_is_set_in_the_block_holds_from_then_on(tmp_path: Path) -> None:
-    def go(rate: float, steps: int, change: float | None = None) -> tuple[float, list[ckpt.Event]]:
-        model, seen = nn.Linear(2, 2), list[ckpt.Event]()
+    def go(rate: float, steps: int, change: float | None = None) -> tuple[float, list[list[str]]]:
+        """The rate at the end, and what is said of it."""
+        model = nn.Linear(2, 2)
         optim = torch.optim.SGD(model.parameters(), lr=rate)
-        with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, sinks=(seen.append,)) as ck:
+
+        def at(ck: ckpt.Checkpointer, step: int) -> None:
             if change is not None:
                 optim.param_groups[0]["lr"] = change
-            for _ in ck.steps(steps):
-                optim.step()
-        wait_agent_gone(tmp_path)
-        rate = optim.param_groups[0]["lr"]
-        return rate, [event for event in seen if event.name == "restore.overridden"]
+
+        seen = runs.run(tmp_path, steps, {"model": model, "optim": optim}, at).seen
+        return optim.param_groups[0]["lr"], [event.data["lines"] for event in seen.named("restore.overridden")]
 
     assert go(0.5, 1) == (0.5, [])
-    rate, said = go(0.25, 2, change=0.125)
-    assert rate == 0.125
-    assert said[0].data["lines"] == ["optim.param_groups[0].lr: 0.25 given, 0.5 restored"]
+    assert go(0.25, 2, change=0.125) == (0.125, [["optim.param_groups[0].lr: 0.25 given, 0.5 restored"]])
     assert go(0.125, 3) == (0.125, [])

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ckpt
 from tests.checkpointer.loops import wait_agent_gone
+from tests.checkpointer.runs import Seen
 
 
 def net(seed: int) -> nn.Module:
@@ -43,13 +44,13 @@ def averaged(average: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_averaged_weights_are_in_and_out_bit_for_bit_and_never_saved(tmp_path: Path, kind: str) -> None:
-    model, x, seen = net(1), torch.randn(5, 4), list[ckpt.Event]()
+    model, x, seen = net(1), torch.randn(5, 4), Seen()
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
     average = AVERAGES[kind](model)
     state = {"model": model, "optim": optim}
     if kind == "torch":
         state["ema"] = average
-    with ckpt.Checkpointer(tmp_path, state, policy=ckpt.Every(steps=1), sinks=(seen.append,)) as ck:
+    with ckpt.Checkpointer(tmp_path, state, policy=ckpt.Every(steps=1), sinks=(seen,)) as ck:
         for step in ck.steps(3):
             optim.zero_grad()
             model.train()
@@ -74,12 +75,11 @@ def test_averaged_weights_are_in_and_out_bit_for_bit_and_never_saved(tmp_path: P
                 assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
                 ck.save().wait()
     wait_agent_gone(tmp_path)
-    assert not [event for event in seen if event.name == "weights.swapped"]
-    reader = ckpt.open(tmp_path)
-    saved = [each for each in reader.checkpoints if each.step == 2]
-    assert saved  # step 2 and its sub-step of ck.save()
-    assert all(torch.equal(each.torch_tensor("model.0.weight"), before["0.weight"]) for each in saved)
-    reader.close()
+    assert not seen.named("weights.swapped")
+    with ckpt.open(tmp_path) as reader:
+        saved = [each for each in reader.checkpoints if each.step == 2]
+        assert saved  # step 2 and its sub-step of ck.save()
+        assert all(torch.equal(each.torch_tensor("model.0.weight"), before["0.weight"]) for each in saved)
 
 
 def test_weights_come_back_if_the_evaluation_fails(tmp_path: Path) -> None:
@@ -90,7 +90,6 @@ def test_weights_come_back_if_the_evaluation_fails(tmp_path: Path) -> None:
             assert not torch.equal(model[0].weight, before)
             raise ZeroDivisionError
         assert torch.equal(model[0].weight, before)
-    wait_agent_gone(tmp_path)
 
 
 def test_an_average_that_fits_no_model_or_two_is_refused(tmp_path: Path) -> None:
@@ -105,4 +104,3 @@ def test_an_average_that_fits_no_model_or_two_is_refused(tmp_path: Path) -> None
             assert torch.equal(two[0].weight, average[0].weight)
         with pytest.raises(ckpt.UsageError, match="not a int"), ck.swapped(5):
             pass
-    wait_agent_gone(tmp_path)

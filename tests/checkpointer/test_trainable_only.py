@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpt
+from tests.checkpointer import runs
 from tests.checkpointer.loops import wait_agent_gone
+from tests.checkpointer.runs import Ended
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,24 +35,22 @@ def adapted(seed: int) -> nn.Module:
     return made
 
 
-def run(url: Path, model: nn.Module, steps: int, **options: Any) -> tuple[list[float], list[ckpt.Event]]:
-    seen, losses = list[ckpt.Event](), []
-    optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    state = {"model": model, "optim": optim}
-    with ckpt.Checkpointer(url, state, sinks=(seen.append,), **{"trainable_only": True, **options}) as ck:
-        for step in ck.steps(steps):
-            optim.zero_grad()
-            loss = model(torch.full((3, 16), 0.1 * step)).square().sum()
-            loss.backward()
-            optim.step()
-            losses.append(loss.item())
-    wait_agent_gone(url)
-    return losses, seen
+class Job:
+    def __init__(self, seed: int) -> None:
+        self.model = adapted(seed)
+        self.optim = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.05)
+        self.state = {"model": self.model, "optim": self.optim}
+
+    def train(self, step: int) -> float:
+        self.optim.zero_grad()
+        loss = self.model(torch.full((3, 16), 0.1 * step)).square().sum()
+        loss.backward()
+        self.optim.step()
+        return float(loss.item())
 
 
-def saved_names(url: Path) -> set[str]:
-    with ckpt.open(url) as reader:
-        return {name for name in reader.newest.tensors if name.startswith("model.")}
+def run(url: Path, seed: int, steps: int, **options: Any) -> Ended:
+    return runs.run(url, steps, Job(seed), **{"trainable_only": True, **options})
 
 
 @pytest.fixture
@@ -61,47 +61,45 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_only_the_adapter_is_saved_and_the_base_comes_from_init(tmp_path: Path, base: Path) -> None:
-    whole, _ = run(tmp_path / "whole", adapted(1), 6, init=base)
-    first, _ = run(tmp_path / "run", adapted(1), 3, init=base)
-    names = saved_names(tmp_path / "run")
+    whole = run(tmp_path / "whole", 1, 6, init=base).losses
+    first = run(tmp_path / "run", 1, 3, init=base).losses
+    with ckpt.open(tmp_path / "run") as reader:
+        names = {name for name in reader.newest.tensors if name.startswith("model.")}
     assert names
     assert all("lora_" in name or "modules_to_save" in name for name in names), names
     # The base of the second process has other random weights before the start.
-    second, _ = run(tmp_path / "run", adapted(5), 6, init=base)
-    assert first + second == whole
+    assert first + run(tmp_path / "run", 5, 6, init=base).losses == whole
 
 
 def test_without_init_the_script_loads_the_base_and_another_one_is_named(tmp_path: Path) -> None:
-    run(tmp_path / "run", adapted(1), 3)
-    second, _ = run(tmp_path / "run", adapted(1), 6)
-    assert len(second) == 3
+    run(tmp_path, 1, 3)
+    assert run(tmp_path, 1, 6).from_step == 3
     with pytest.raises(ckpt.StateMismatch, match=r"frozen parameters model\.base_model.*base_layer.* same base model"):
-        run(tmp_path / "run", adapted(2), 9)
-    wait_agent_gone(tmp_path / "run")
-    third, seen = run(tmp_path / "run", adapted(2), 9, strict=False)
-    assert len(third) == 3
-    assert [event.name for event in seen if event.name == "base.differs"] == ["base.differs"]
+        run(tmp_path, 2, 9)
+    wait_agent_gone(tmp_path)
+    third = run(tmp_path, 2, 9, strict=False)
+    assert third.from_step == 6
+    assert len(third.seen.named("base.differs")) == 1
 
 
 def test_a_start_that_forgets_the_option_is_told_of_it(tmp_path: Path) -> None:
-    run(tmp_path / "run", adapted(1), 3)
+    run(tmp_path, 1, 3)
     with pytest.raises(ckpt.StateMismatch, match="It was saved with trainable_only=True"):
-        run(tmp_path / "run", adapted(1), 6, trainable_only=False)
-    wait_agent_gone(tmp_path / "run")
+        run(tmp_path, 1, 6, trainable_only=False)
 
 
 def test_a_parameter_that_is_unfrozen_in_the_run_is_saved_from_then_on(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = {"model": model, "optim": optim}
-    with ckpt.Checkpointer(tmp_path, state, trainable_only=True, policy=ckpt.Every(steps=1)) as ck:
-        for step in ck.steps(4):
-            if step == 3:
-                model[0].requires_grad_(True)
-            model(torch.ones(1, 4)).sum().backward()
-            optim.step()
-    wait_agent_gone(tmp_path)
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        if step == 3:
+            model[0].requires_grad_(True)
+        model(torch.ones(1, 4)).sum().backward()
+        optim.step()
+
+    runs.run(tmp_path, 4, {"model": model, "optim": optim}, at, trainable_only=True, policy=ckpt.Every(steps=1))
     with ckpt.open(tmp_path) as reader:
         held = {each.step: "model.0.weight" in each.tensors for each in reader.checkpoints}
     assert held == {1: False, 2: False, 3: True, 4: True}
@@ -109,9 +107,6 @@ def test_a_parameter_that_is_unfrozen_in_the_run_is_saved_from_then_on(tmp_path:
 
 def test_a_module_without_a_trainable_parameter_is_saved_as_it_may_be_an_average(tmp_path: Path) -> None:
     model, average = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
-    with ckpt.Checkpointer(tmp_path, {"model": model, "ema": average}, trainable_only=True) as ck:
-        for _ in ck.steps(1):
-            ck.fence()
-    wait_agent_gone(tmp_path)
+    runs.run(tmp_path, 1, {"model": model, "ema": average}, trainable_only=True)
     with ckpt.open(tmp_path) as reader:
         assert {"ema.weight", "model.weight"} <= set(reader.newest.tensors)
