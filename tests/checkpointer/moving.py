@@ -4,7 +4,7 @@ script, by the names of KINDS."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,11 @@ class Job:
         self.optim: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
         self.state: dict[str, Any] = {}
 
-    def begin(self) -> None:
+    def begin(self) -> Self:
         """Wraps the model where there are other ranks."""
         self.live = nn.parallel.DistributedDataParallel(self.model) if dist.is_initialized() else self.model
         self.state = {"model": self.model, "optim": self.optim, **self.more()}
+        return self
 
     def more(self) -> dict[str, Any]:
         return {}

@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from tests.checkpointer.loops import wait_agent_gone
-from tests.checkpointer.runs import Seen
+from tests.checkpointer.runs import Seen, Stateful
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
 
@@ -36,7 +36,7 @@ class Killed(Exception):
 
 
 def start(path: Path, state: dict[str, Any], loop: Loop, steps: int) -> tuple[list[int], Seen]:
-    """Of a training job: by the first sample of each, the batches that were trained on; and what was said."""
+    """Runs a training job. Returns the numbers of the batches that it trained on, and its events."""
     model = torch.nn.Linear(1, 1)
     optim = torch.optim.SGD(model.parameters(), 0.1)
     trained: list[int] = []
@@ -93,7 +93,7 @@ def packing(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> No
 
 
 def by_epochs(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
-    """Counts itself, and the epoch before it evaluates and saves. Stops in an epoch, too."""
+    """Ends its steps itself, and counts the epoch before it evaluates and saves. It may stop within an epoch."""
     left = steps - ck.restored.step
     while True:
         for batch in batches:
@@ -282,8 +282,8 @@ def test_an_epoch_that_is_counted_behind_the_save_is_named_and_made_twice(late: 
 def test_an_epoch_with_a_short_last_group_is_counted_where_its_data_ends(
     batches: int, late: bool, tmp_path: Path
 ) -> None:
-    """Two batches make a step. Where the epoch is counted behind the loop over the groups, one whose last group is
-    short is made twice by a restart behind that group, and named."""
+    """Two batches make a step. If the epoch is counted after the loop over the groups, and the last group is short, a
+    restart after that group repeats the epoch. An event says so."""
 
     def one_epoch(state: dict[str, Any]) -> Iterator[Any]:
         """As in the guide."""
@@ -352,16 +352,6 @@ def test_an_iterable_dataset_without_a_state_is_named_at_the_first_step(kind: An
 # ------------------------------------------------------------------------------------------------- no loader at all
 
 
-class Trainer:
-    """An object of the user's, that may know where the data is."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
 def counting(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
     for _, batch in zip(ck.steps(steps), batches, strict=False):
         train(batch)
@@ -374,7 +364,7 @@ def counting(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> N
         ({}, plain, ["loader.missing"]),
         ({"epoch": 0}, plain, ["loader.missing"]),
         ({"samples": 0}, counting, []),
-        ({"trainer": Trainer()}, plain, []),
+        ({"trainer": Stateful(dict)}, plain, []),  # which may know where the data is
     ],
 )
 def test_a_state_without_a_loader_is_named_where_nothing_in_it_may_know(

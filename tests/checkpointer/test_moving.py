@@ -16,14 +16,13 @@ from ckpt.types import Version
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.moving import KINDS, Value, bits
 from tests.checkpointer.notices import CODE, ENDLESS, SELDOM, at_step, code_of
-from tests.checkpointer.runs import LATER, restore
+from tests.checkpointer.runs import LATER, Seen, Stateful
 from tests.checkpointer.scripts import train
 
 
 def restored(url: Path, kind: str) -> tuple[int, str]:
     """What a start finds: the step, and the state."""
-    job = KINDS[kind]()
-    job.begin()
+    job = KINDS[kind]().begin()
     with ckpt.Checkpointer(url, job.state) as ck:
         return ck.restored.step, bits(job, ck.state)
 
@@ -32,7 +31,7 @@ def restored(url: Path, kind: str) -> tuple[int, str]:
 def test_appointed_checkpoints_are_taken_and_come_back(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, seen, missed = KINDS[kind](), {}, list[str]()
+    job, seen, missed = KINDS[kind]().begin(), {}, list[str]()
 
     def spied(saver: Saver, attempt: int, version: Version, why: str) -> None:
         missed.append(why)
@@ -40,7 +39,6 @@ def test_appointed_checkpoints_are_taken_and_come_back(
 
     miss = Saver.report_missed
     monkeypatch.setattr(Saver, "report_missed", spied)
-    job.begin()
     with (  # noqa: PT012
         pytest.raises(ZeroDivisionError),
         ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=2)) as ck,
@@ -70,45 +68,22 @@ def test_a_signal_saves_the_last_step(tmp_path: Path, kind: str) -> None:
     assert restored(tmp_path / "run", kind) == (last["step"], last["bits"])
 
 
-def test_what_is_saved_is_of_the_boundary_and_not_of_the_next_step(tmp_path: Path) -> None:
-    job = Value()
-    job.begin()
-    with ckpt.Checkpointer(tmp_path, job.state, policy=LATER) as ck:
-        for step in ck.steps(6):
-            job.train(step, ck.state)
-            ck.step()
-            handle = ck.save()
-            ck.state["y"] = torch.full((5000,), -1.0)  # in other memory
-            handle.wait("local", timeout_s=60)
-            ck.state["y"] = torch.full((5000,), float(step))
-        (ck.state["y"]).fill_(77.0)
-    again = Value()
-    again.begin()
-    ck = restore(tmp_path, again.state)
-    assert ck.restored.step == 6
-    assert ck.state["y"].unique().tolist() == [77.0]
-
-
 def test_a_structure_that_changes_at_each_step_is_said_and_still_saved_when_asked(tmp_path: Path) -> None:
-    job, said = Value(), []
-    job.begin()
-    options: dict[str, Any] = {"policy": ckpt.Every(seconds=0.01), "sinks": (lambda event: said.append(event),)}
-    with ckpt.Checkpointer(tmp_path, job.state, **options) as ck:
+    job, seen = Value().begin(), Seen()
+    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(seconds=0.01), sinks=(seen,)) as ck:
         for step in ck.steps(100_000):
             ck.state["y"] = torch.zeros(10 + step)
             job.loss()
             job.optim.step()
             ck.step()
             time.sleep(0.005)
-            if any(event.name == "state.unsettled" for event in said):
+            if seen.named("state.unsettled"):
                 break
         ck.save().wait("store", timeout_s=60)
-    named = [event for event in said if event.name == "state.unsettled"]
-    assert named, "it was not said"
-    assert named[0].loud
-    assert "(y)" in named[0].message
-    again = Value()
-    again.begin()
+    told = seen.named("state.unsettled")[0]
+    assert told.loud
+    assert "(y)" in told.message
+    again = Value().begin()
     again.state["y"] = torch.ones(10 + step)
     with ckpt.Checkpointer(tmp_path, again.state) as ck:
         assert ck.restored.step == step
@@ -128,40 +103,30 @@ def test_a_slot_that_is_being_made_ready_for_another_division_is_not_used(tmp_pa
         assert saver.take(10**6, number, Version(1, 2)) == ""
 
 
-class Failing:
-    """Fails once in a while when it is asked for its state."""
-
-    asked, fails_at = 0, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        self.asked += 1
-        if self.asked == self.fails_at:
-            raise MemoryError("once")
-        return {"n": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @pytest.mark.parametrize("asked", [1, 2, 3])
 def test_what_moved_while_the_state_could_not_be_read_is_found_by_the_next_save(tmp_path: Path, asked: int) -> None:
     """`asked`: how often at that boundary until it fails."""
-    job = Value()
-    job.begin()
-    failing = Failing()
-    job.state["failing"] = failing
+    job, times_until_failure = Value().begin(), 0
+
+    def read() -> dict[str, Any]:
+        nonlocal times_until_failure
+        times_until_failure -= 1
+        if times_until_failure == 0:
+            raise MemoryError("once")
+        return {"n": 1}
+
+    job.state["failing"] = Stateful(read)
     with ckpt.Checkpointer(tmp_path, job.state, policy=LATER) as ck:
         for step in ck.steps(4):
             ck.step()
             if step == 2:
                 ck.state["y"] = torch.full((5000,), 2.0)
-                failing.fails_at = failing.asked + asked
+                times_until_failure = asked
                 with pytest.raises(ckpt.SaveFailed, match="once"):
                     ck.save().wait("local", timeout_s=60)
-        failing.fails_at = 0
         ck.save().wait("store", timeout_s=60)
-    again = Value()
-    again.begin()
-    again.state["failing"] = Failing()
+    again = Value().begin()
+    again.state["failing"] = Stateful(read)
     with ckpt.Checkpointer(tmp_path, again.state) as ck:
         assert ck.restored.step == 4
         assert ck.state["y"].unique().tolist() == [2.0]

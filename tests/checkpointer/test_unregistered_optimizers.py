@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import ckpt
-from tests.checkpointer.runs import Seen
+from tests.checkpointer.runs import Seen, Stateful
 
 
 class Wrapper:
@@ -25,16 +24,6 @@ class Wrapper:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner[0].param_groups[0]["lr"] = state["lr"]
-
-
-class Elsewhere:
-    """Saves what it does not hold itself."""
-
-    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
-        self.state_dict = read
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class Around(torch.optim.Optimizer):
@@ -74,8 +63,8 @@ def update(optim: torch.optim.Optimizer) -> None:
 
 
 def trained(folder: Path, optims: list[torch.optim.Optimizer], state: dict[str, Any], lives: int = 99) -> Seen:
-    """Every second step updates, as of a GAN whose second part is trained less often. `lives`: so many updates, and
-    another optimizer of its kind follows."""
+    """Every second step makes an update, as for the part of a GAN that is trained less often. `lives`: after so many
+    updates each optimizer is replaced by another one of its kind."""
     seen = Seen()
     with ckpt.Checkpointer(folder, state, sinks=(seen,)) as ck:
         for step in ck.steps(12):
@@ -94,7 +83,7 @@ def test_an_optimizer_of_which_a_restart_would_lose_the_state_is_named_once(tmp_
     optim = Sharp(model.parameters()) if kind == "within another" else adam(model.parameters())
     more = {
         "scheduled": lambda: {"sched": torch.optim.lr_scheduler.StepLR(optim, 3)},
-        "out of sight": lambda: {"app": Elsewhere(lambda: {"optim": copy.deepcopy(optim.state_dict())})},
+        "out of sight": lambda: {"app": Stateful(lambda: {"optim": copy.deepcopy(optim.state_dict())})},
         "within another": lambda: {"optim": optim},
     }
     optims = [adam([param]) for param in model.parameters()] if kind == "many" else [optim]
@@ -130,18 +119,18 @@ def test_an_optimizer_of_which_nothing_is_lost_is_not_named(tmp_path: Path, kind
         "registered": {"optims": {"a": optim}},
         "around another": {"optim": optim},
         "in a wrapper": {"wrapper": Wrapper(optim)},
-        "saved by another": {"app": Elsewhere(lambda: {"optim": optim.state_dict()})},
+        "saved by another": {"app": Stateful(lambda: {"optim": optim.state_dict()})},
     }
     seen = trained(tmp_path, [optim], {"model": model, **more.get(kind, {})}, 1 if kind == "passing" else 99)
     assert not seen.named("optimizer.unsaved")
 
 
 def test_an_optimizer_is_named_after_two_steps_however_late_the_first_save(tmp_path: Path) -> None:
-    """And objects are asked for their state where all ranks ask theirs: at the first two boundaries. One rank alone may
-    have such an optimizer, and an object may answer by a collective."""
+    """Objects are asked for their state at the first two boundaries only, where all ranks ask: an object may answer by
+    a collective, and one rank alone may have such an optimizer."""
     seen, asked, model = Seen(), list[int](), torch.nn.Linear(2, 2)
     optim = adam(model.parameters())
-    app = Elsewhere(lambda: {"asked": asked.append(1)})
+    app = Stateful(lambda: {"asked": asked.append(1)})
     with ckpt.Checkpointer(tmp_path, {"model": model, "app": app}, sinks=(seen,), policy=ckpt.Every(steps=10**6)) as ck:
         for step in ck.steps(6):
             update(optim)
@@ -160,8 +149,8 @@ def saved() -> dict[str, Any]:
 def test_a_loop_that_trains_another_model_than_the_one_that_is_saved_is_told_so_once(
     tmp_path: Path, trained: str
 ) -> None:
-    """As where the loop's own name is given to a new one. An optimizer beside those of the state is none of its, and
-    one that an object in the state holds may be saved by that."""
+    """For example, the loop's variable is bound to a new model. An optimizer that steps beside registered ones is no
+    sign of that. An optimizer that an object in the state holds may be saved by that object."""
     seen, other = Seen(), saved()
     held = {"agent": Wrapper(other["optim"])} if trained == "held" else {}
     with ckpt.Checkpointer(tmp_path, {**saved(), **held}, sinks=(seen,)) as ck:

@@ -27,9 +27,7 @@ from tests.uncompiled import leave_compiler_out
 def make_job(kind: str | None, seed: int) -> loops.Job | moving.Job:
     if kind is None:
         return loops.make(seed)
-    job = moving.KINDS[kind]()
-    job.begin()
-    return job
+    return moving.KINDS[kind]().begin()
 
 
 def main() -> None:
