@@ -26,20 +26,17 @@ def second(**changes: Any) -> list[dict[str, Any]]:
     return [FACTS, {**FACTS, "coordinate": "rank=1", **changes}]
 
 
-def test_equal_facts_pass() -> None:
-    check_facts(second())
-
-
 @pytest.mark.parametrize(
-    ("changes", "error", "named"),
+    ("changes", "named"),
     [
-        ({"url": "/other"}, UsageError, "url"),
-        ({"state": ["model", "optim"]}, UsageError, "optim"),
-        ({"coordinate": "rank=0"}, UsageError, "same mesh coordinate"),
+        ({"url": "/other"}, "url"),
+        ({"state": ["model", "optim"]}, "optim"),
+        ({"coordinate": "rank=0"}, "same mesh coordinate"),
     ],
 )
-def test_what_differs_is_named(changes: dict[str, Any], error: type[Exception], named: str) -> None:
-    with pytest.raises(error, match=named):
+def test_what_differs_is_named(changes: dict[str, Any], named: str) -> None:
+    check_facts(second())
+    with pytest.raises(UsageError, match=named):
         check_facts(second(**changes))
 
 

@@ -10,13 +10,14 @@ import torch
 
 import ckpt
 from ckpt.store.run import Run
-from tests.checkpointer.loops import losses, make, wait_agent_gone
-from tests.checkpointer.runs import Seen, run, saving
+from tests.checkpointer.loops import losses, make
+from tests.checkpointer.runs import run, saving
 from tests.cli.stores import opened
 
 
 def test_a_disk_with_room_for_one_checkpoint_more_than_is_kept_takes_every_save(small_disk: Path) -> None:
-    """At the speed of the disk: what goes has no grace that would fill it."""
+    """The saves follow each other at the speed of the disk. Retired checkpoints have no grace period, or the disk would
+    be full."""
     table, url = torch.zeros(1 << 19), small_disk / "run"
 
     def at(ck: ckpt.Checkpointer, step: int) -> None:
@@ -29,27 +30,25 @@ def test_a_disk_with_room_for_one_checkpoint_more_than_is_kept_takes_every_save(
 
 
 def test_a_full_disk_fails_saves_until_there_is_room(small_disk: Path) -> None:
-    job, found, seen = make(), [], Seen()
     table = torch.zeros(1 << 18)
     url, ballast = small_disk / "run", small_disk / "ballast"
-    with ckpt.Checkpointer(url, {**job.state, "table": table}, codec="raw", sinks=(seen,)) as ck:
-        for step in ck.steps(4):
-            found.append(job.train(step))
-            table.fill_(step)
-            ck.step()
-            if step == 2:
-                ck.save().wait("store", timeout_s=60)
-                table.fill_(-1)
-                with ballast.open("wb") as file:
-                    os.posix_fallocate(file.fileno(), 0, free(small_disk))
-                lost = ck.save()
-                with pytest.raises(ckpt.SaveFailed, match="make room"):
-                    lost.wait("store", timeout_s=60)
-                assert lost.level == "local"
-                ballast.unlink()
-    wait_agent_gone(url)
-    assert found == losses(4)
-    assert seen.wait("commit.failed").loud
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        table.fill_(step)
+        saving(2)(ck, step)
+        if step == 2:
+            table.fill_(-1)
+            with ballast.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, free(small_disk))
+            lost = ck.save()
+            with pytest.raises(ckpt.SaveFailed, match="make room"):
+                lost.wait("store", timeout_s=60)
+            assert lost.level == "local"
+            ballast.unlink()
+
+    first = run(url, 4, make(), at, {"table": table}, codec="raw")
+    assert first.losses == losses(4)
+    assert first.seen.wait("commit.failed").loud
     other = torch.empty(1 << 18)
     assert run(url, 4, more={"table": other}).from_step == 4
     assert torch.equal(other, torch.full((1 << 18,), 4.0))
@@ -78,11 +77,8 @@ def test_a_claim_that_is_lost_makes_no_run_fresh_or_older_in_silence(tmp_path: P
 
 
 def test_a_second_checkpointer_of_one_process_on_one_url_is_refused(tmp_path: Path) -> None:
-    job, other = make(), make(seed=9)
-    with ckpt.Checkpointer(tmp_path, job.state) as ck:
-        for step in ck.steps(2):
-            job.train(step)
-            with pytest.raises(ckpt.UsageError, match="URL"), ckpt.Checkpointer(tmp_path, other.state):
-                pass
-    wait_agent_gone(tmp_path)
-    assert ck.receipt["committed_step"] == 2
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        with pytest.raises(ckpt.UsageError, match="URL"), ckpt.Checkpointer(tmp_path, make(seed=9).state):
+            pass
+
+    assert run(tmp_path, 2, make(), at).ck.receipt["committed_step"] == 2

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -175,10 +176,15 @@ def test_a_backward_pass_in_the_body_of_a_step_is_no_reason_not_to_save(tmp_path
     assert run.seen.committed[0] == 2
 
 
-def swapped_in(run: Run) -> None:
-    """Averaged weights."""
+@contextlib.contextmanager
+def swapped_in(run: Run) -> Iterator[list[torch.Tensor]]:
+    """Averaged weights are in the model. Yields its own, which are put back."""
+    kept = [param.clone() for param in run.model.parameters()]
     for param in run.model.parameters():
         param.data.fill_(7.0)
+    yield kept
+    for param, was in zip(run.model.parameters(), kept, strict=True):
+        param.data.copy_(was)
 
 
 def test_averaged_weights_are_not_saved_and_it_is_said(tmp_path: Path) -> None:
@@ -190,13 +196,10 @@ def test_averaged_weights_are_not_saved_and_it_is_said(tmp_path: Path) -> None:
                 ck.step()
                 ck.save().wait("store", 60)
             if step == 8:
-                kept = [param.clone() for param in run.model.parameters()]
-                swapped_in(run)
-                ck.poll()
-                with pytest.raises(ckpt.SaveFailed, match="parameters are not those of the end of step 8"):
-                    ck.save().wait("store", 60)
-                for param, was in zip(run.model.parameters(), kept, strict=True):
-                    param.data.copy_(was)
+                with swapped_in(run) as kept:
+                    ck.poll()
+                    with pytest.raises(ckpt.SaveFailed, match="parameters are not those of the end of step 8"):
+                        ck.save().wait("store", 60)
                 ck.save().wait("store", 60)
     assert len(run.seen.named("weights.swapped")) == 1
     again = came_back(tmp_path)[1]
@@ -208,18 +211,8 @@ def test_a_request_to_leave_in_an_evaluation_with_other_weights_waits_for_the_ne
 ) -> None:
     monkeypatch.setenv("CKPT_NOTICES", "given")
     monkeypatch.setenv("CKPT_NOTICE_FILE", str(tmp_path / "word"))
-    run = Run(tmp_path / "run")
-    with pytest.raises(ckpt.Leave):
-        leave_in_an_evaluation(run, tmp_path / "word")
-    assert run.seen.named("weights.swapped")
-    (tmp_path / "word").unlink()
-    found, again = came_back(tmp_path / "run")
-    assert found > 5
-    assert not any(param.eq(7).any() for param in again.model.parameters())
-
-
-def leave_in_an_evaluation(run: Run, word: Path) -> None:
-    with run.ck as ck:
+    run, word = Run(tmp_path / "run"), tmp_path / "word"
+    with pytest.raises(ckpt.Leave), run.ck as ck:  # noqa: PT012
         for step in ck.steps(1000):
             run.gather(step)
             run.optim.step()
@@ -227,13 +220,15 @@ def leave_in_an_evaluation(run: Run, word: Path) -> None:
             if step == 5:
                 ck.step()
                 ck.save().wait("store", 60)
-                kept = [param.clone() for param in run.model.parameters()]
-                swapped_in(run)
-                word.write_text("+60")
-                until_s = time.monotonic() + 60
-                while not run.seen.named("weights.swapped") and time.monotonic() < until_s:
-                    ck.poll()
-                    time.sleep(0.01)
-                for param, was in zip(run.model.parameters(), kept, strict=True):
-                    param.data.copy_(was)
+                with swapped_in(run):
+                    word.write_text("+60")
+                    until_s = time.monotonic() + 60
+                    while not run.seen.named("weights.swapped") and time.monotonic() < until_s:
+                        ck.poll()
+                        time.sleep(0.01)
             time.sleep(0.01)
+    assert run.seen.named("weights.swapped")
+    word.unlink()
+    found, again = came_back(tmp_path / "run")
+    assert found > 5
+    assert not any(param.eq(7).any() for param in again.model.parameters())

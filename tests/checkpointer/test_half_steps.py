@@ -58,9 +58,7 @@ def came_back(url: Path) -> tuple[int, tuple[float, float]]:
     wait_agent_gone(url)
     run = Run(url)
     with run.ck as ck:
-        found = ck.restored.step, run.updates
-    wait_agent_gone(url)
-    return found
+        return ck.restored.step, run.updates
 
 
 def own_loop(run: Run, ck: ckpt.Checkpointer) -> None:
@@ -234,7 +232,7 @@ def interrupt() -> None:
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_an_update_that_was_left_in_the_middle_is_not_saved_and_the_exit_says_so(tmp_path: Path, saved: bool) -> None:
-    """It is in order where the last step was saved."""
+    """If the step before was saved, the exit is in order."""
     run, failed = Run(tmp_path), pytest.raises(ckpt.CommitFailed, match=r"Ones\.step\(\) has begun and not ended")
     with contextlib.nullcontext() if saved else failed, run.ck as ck:
         for step in ck.steps(10):
@@ -256,7 +254,7 @@ def test_an_update_that_was_left_in_the_middle_is_not_saved_and_the_exit_says_so
 def test_an_error_of_the_users_own_hook_before_an_update_leaves_no_half_of_one(
     tmp_path: Path, everywhere: bool
 ) -> None:
-    """As of one that clips gradients, and refuses such as are not finite."""
+    """For example of a hook that clips gradients, and raises if they are not finite."""
     run, refused = Run(tmp_path), 0
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -306,7 +304,8 @@ def test_within_an_update_nothing_is_saved_and_after_it_all_is_well(tmp_path: Pa
 
 
 def test_who_asks_ckpt_for_something_while_it_is_at_work_is_refused(tmp_path: Path) -> None:
-    """A signal's handler that saves, and the signal comes while a step ends: here in the sink of an event."""
+    """For example a signal's handler saves, and the signal comes while a step ends. Here the sink of an event does
+    it."""
     errors: list[str] = []
 
     def ask(event: ckpt.Event) -> None:
@@ -334,7 +333,7 @@ def test_who_asks_ckpt_for_something_while_it_is_at_work_is_refused(tmp_path: Pa
 def test_what_a_sink_does_while_the_optimizer_waits_for_a_copy_neither_hangs_nor_leaves_half_an_update(
     tmp_path: Path, interrupts: bool
 ) -> None:
-    """It saves, which nothing could end; or Ctrl-C comes there."""
+    """The sink saves, and nothing could end that save; or Ctrl-C comes in the sink."""
     told: list[BaseException] = []
 
     def sink(event: ckpt.Event) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import ckpt
 from tests.checkpointer.loops import make, wait_agent_gone
-from tests.checkpointer.runs import Seen
+from tests.checkpointer.runs import Seen, run
 from tests.servers import program
 
 
@@ -28,14 +28,8 @@ def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
             words = [program("rclone"), "--config", os.devnull, "mount", tmp_path / "folder", tmp_path / name]
-            words += [
-                "--dir-cache-time",
-                "15s",
-                "--vfs-cache-mode",
-                "writes",
-                "--cache-dir",
-                tmp_path / f"cache-{name}",
-            ]
+            words += ["--dir-cache-time", "15s", "--vfs-cache-mode", "writes"]
+            words += ["--cache-dir", tmp_path / f"cache-{name}"]
             process = stack.enter_context(subprocess.Popen(words, stderr=subprocess.DEVNULL))
             stack.callback(process.terminate)
             deadline = time.monotonic() + 30
@@ -55,12 +49,7 @@ def test_a_start_on_a_late_mount_says_so_and_then_what_it_has_missed(
     assert list(second.iterdir()) == [], "from now on its cache says that nothing is there"
 
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "host-1"))
-    job, seen = make(seed=1), Seen()
-    with ckpt.Checkpointer(first / "run", job.state, sinks=(seen,)) as ck:
-        for step in ck.steps(4):
-            job.train(step)
-    wait_agent_gone(first / "run")
-    assert len(seen.named("store.late")) == 1
+    assert len(run(first / "run", 4).seen.named("store.late")) == 1
 
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "host-2"))
     job, seen = make(seed=1), Seen()

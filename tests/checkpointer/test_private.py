@@ -13,6 +13,7 @@ from ckpt.errors import AgentError
 from ckpt.ipc import client, messages
 from ckpt.settings import read_settings
 from tests.checkpointer.loops import losses, make
+from tests.checkpointer.runs import run, saving
 
 NOBODY = 65534
 CLOSED, ANSWERED, REFUSED = 10, 11, 12  # how the other user's process ends
@@ -23,21 +24,20 @@ def test_another_user_who_reaches_the_socket_is_not_served_and_the_job_goes_on(
     tmp_path: Path, runtime_dir: Path
 ) -> None:
     """Even where the permissions of the files would let them in."""
-    job, found = make(), []
-    with ckpt.Checkpointer(tmp_path, job.state) as ck:
-        for step in ck.steps(3):
-            found.append(job.train(step))
-            if step == 2:
-                place = client.make_agent_paths(str(tmp_path), read_settings()).socket
-                runtime_dir.chmod(0o711)
-                place.chmod(0o777)
-                assert knock_as(NOBODY, place) == CLOSED
-                assert knock_as(0, place) == ANSWERED
-                runtime_dir.chmod(0o700)
-                ck.step()
-                ck.save().wait("store", timeout_s=60)
-    assert found == losses(3)
-    assert (ck.receipt["committed_step"], ck.receipt["agent_restarts"]) == (3, 0)
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
+        if step == 2:
+            place = client.make_agent_paths(str(tmp_path), read_settings()).socket
+            runtime_dir.chmod(0o711)
+            place.chmod(0o777)
+            assert knock_as(NOBODY, place) == CLOSED
+            assert knock_as(0, place) == ANSWERED
+            runtime_dir.chmod(0o700)
+        saving(2)(ck, step)
+
+    ended = run(tmp_path, 3, make(), at)
+    assert ended.losses == losses(3)
+    assert (ended.ck.receipt["committed_step"], ended.ck.receipt["agent_restarts"]) == (3, 0)
 
 
 def knock_as(user: int, place: Path) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 import ckpt
 from tests.checkpointer.kinds import bits_of, empty_tensors, shuffle_bits
 from tests.checkpointer.loops import wait_agent_gone
-from tests.checkpointer.runs import Seen, run
+from tests.checkpointer.runs import Seen, restore, run
 
 
 @pytest.mark.parametrize(("codec", "level"), [("auto", "store"), ("planes", "store"), ("auto", "local")])
@@ -96,18 +96,17 @@ def test_every_difference_is_named_and_without_strict_what_fits_is_restored(tmp_
     again = other()
     with ckpt.Checkpointer(tmp_path, again) as ck:  # what was saved then has the new structure
         assert ck.restored.step == 3
-    wait_agent_gone(tmp_path)
     assert torch.all(again["model"].same == 1.0)
 
 
 def test_the_dict_that_was_given_is_the_state(tmp_path: Path) -> None:
     """Who goes on with a name of their own, in the same run or after a restart, loses nothing by that."""
-    state: dict[str, Any] = {"model": nn.Linear(2, 2), "best": 0}
-    with ckpt.Checkpointer(tmp_path / "run", state) as ck:
+    state, again = ({"model": nn.Linear(2, 2), "best": 0} for _ in range(2))
+
+    def at(ck: ckpt.Checkpointer, step: int) -> None:
         assert ck.state is state
-        for step in ck.steps(2):
-            state["best"] = step
-    wait_agent_gone(tmp_path / "run")
-    again: dict[str, Any] = {"model": nn.Linear(2, 2), "best": 0}
-    with ckpt.Checkpointer(tmp_path / "run", again):
-        assert again["best"] == 2
+        state["best"] = step
+
+    run(tmp_path, 2, state, at)
+    restore(tmp_path, again)
+    assert again["best"] == 2
