@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import ckpt
-from tests.checkpointer.loops import losses, make
-from tests.checkpointer.runs import agent_status, run, saving
+from tests.checkpointer.loops import make
+from tests.checkpointer.runs import agent_status, goes_on, run, saving
 from tests.checkpointer.scripts import train
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, list[float]]:
-    """A run whose checkpoints are those of steps 3 and 6; and its losses."""
+    """The URL of a run with checkpoints of steps 3 and 6, and the losses of that run."""
     return tmp_path / "run", run(tmp_path / "run", 6, make(), saving(3)).losses
 
 
@@ -42,10 +42,14 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_loudly(
     file.write_bytes(data[: len(data) // 2] if damage == "truncate" else data)
     if damage == "remove":
         file.unlink()
-    again = run(url, 8)
-    assert again.from_step == 3
+    again = goes_on(url, first[:3], 5)
     assert any(event.loud for event in again.seen.named("restore.skipped"))
-    assert first[:3] + again.losses == losses(8)
+    (told,) = again.seen.named("restored")
+    assert told.data["steps_lost"] == 3
+    why = "the checkpoint of step 6 cannot be restored" if what == "pack" else "-000000000006.0000 is damaged"
+    assert why in told.data["fell_back"][0]
+    assert "slow path: the checkpoint " in told.message
+    assert again.ck.receipt["fell_back"] == told.data["fell_back"]
 
 
 def test_a_start_whose_every_checkpoint_is_damaged_is_an_error_and_never_fresh(two: tuple[Path, list[float]]) -> None:
@@ -90,7 +94,7 @@ def test_a_second_job_elsewhere_on_a_living_run_is_refused(tmp_path: Path, runti
 def test_a_value_that_changed_in_the_agents_memory_is_not_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tensors are whole, and what the agent holds is the newest there is; the store has it or an earlier one."""
+    """The tensors are intact. The agent holds the newest checkpoint; the store has that one or an earlier one."""
     monkeypatch.setenv("CKPT_LINGER_S", "60")
 
     def state() -> dict[str, Any]:

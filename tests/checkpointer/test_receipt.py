@@ -56,21 +56,6 @@ def test_a_restore_says_what_it_came_to(tmp_path: Path) -> None:
         assert part in event.message
 
 
-def test_a_checkpoint_that_was_passed_over_is_what_fell_back(tmp_path: Path) -> None:
-    run(tmp_path, 1, codec="raw")
-    before = set(tmp_path.rglob("*.pack"))
-    run(tmp_path, 2, codec="raw")
-    for pack in set(tmp_path.rglob("*.pack")) - before:
-        pack.write_bytes(b"\0" * pack.stat().st_size)
-    again = run(tmp_path, 2)
-    assert again.from_step == 1
-    (event,) = again.seen.named("restored")
-    assert event.data["steps_lost"] == 1
-    assert "the checkpoint of step 2 cannot be restored" in event.data["fell_back"][0]
-    assert "slow path: the checkpoint of step 2" in event.message
-    assert again.ck.receipt["fell_back"] == event.data["fell_back"]
-
-
 def test_what_fell_back_is_bounded_and_in_one_line() -> None:
     receipt = RunReport()
     for number in range(2 * FALLBACK_MESSAGES_MAX):
