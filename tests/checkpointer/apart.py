@@ -223,8 +223,7 @@ def a_state_that_is_made_anew_whenever_it_is_asked_for(job: Job) -> dict[str, An
     url, found, last = job.folder / "moving", list[Any](), ""
     os.environ["CKPT_NOTICES"] = "given"
     for start, (steps, every) in enumerate(((60, 3), (10**6, 10**6), (0, 3))):
-        kind = moving.KINDS["clones"]()
-        kind.begin()
+        kind = moving.KINDS["clones"]().begin()
         try:
             with ckpt.Checkpointer(url, kind.state, policy=ckpt.Every(steps=every)) as ck:
                 found.append([ck.restored.step, moving.bits(kind, ck.state) == last or not start])

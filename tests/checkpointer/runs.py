@@ -28,7 +28,7 @@ URL = f"s3://bucket/{RUN}"
 
 
 class Stateful:
-    """An object of the user's, whose state is what `read` gives."""
+    """An object of the user's. `read` returns its state; a restore changes nothing in it."""
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
         self.state_dict = read
@@ -112,8 +112,8 @@ def run(
 
 
 def goes_on(url: str | os.PathLike[str], before: list[float], steps: int = 2, **options: Any) -> Ended:
-    """The next start makes so many steps more. It goes on from the end of these losses, and all are those of an
-    uninterrupted run."""
+    """Starts again, and trains `steps` more. `before`: the losses so far. The start must restore the step of the last
+    one, and all losses must be those of an uninterrupted run."""
     ended = run(url, len(before) + steps, **options)
     assert ended.from_step == len(before)
     assert before + ended.losses == losses(len(before) + steps)

@@ -19,7 +19,7 @@ STEPS = 400
 
 
 def test_a_killed_trainer_is_restored_from_this_hosts_memory_and_with_its_agent_from_the_store(tmp_path: Path) -> None:
-    """The first two are killed: the first alone, the second with the agent."""
+    """Two trainers are killed: the first alone, the second together with its agent."""
 
     def start(number: int, steps: int, **env: str) -> tuple[Script, Line]:
         seed = ("--seed", str(min(number, 1)))
@@ -49,8 +49,8 @@ def test_a_killed_trainer_is_restored_from_this_hosts_memory_and_with_its_agent_
 
 @pytest.mark.torchrun
 def test_a_torchrun_killed_alone_leaves_no_second_writer(tmp_path: Path) -> None:
-    """kill -9 of torchrun leaves its workers training; a new start takes their place, and of theirs nothing later than
-    what it went on from is in the store."""
+    """SIGKILL to torchrun leaves its workers training, and a new start takes over the run. The store gets no checkpoint
+    of the old workers that is later than the one that the new start restored."""
     slow = ("--pace", "0.25")  # so that there is something left to train when the second has started
     url = str(tmp_path / "run")
     first = torchrun(tmp_path / "1.log", 2, "tests.checkpointer.train_script", url, "2000", *slow, **LINGER)
@@ -77,8 +77,8 @@ def test_a_torchrun_killed_alone_leaves_no_second_writer(tmp_path: Path) -> None
 
 @pytest.mark.torchrun
 def test_a_rank_that_raises_is_started_again_without_waiting_for_a_save(tmp_path: Path, store: Proxy) -> None:
-    """Where torchrun will start the job again, leaving is quick: what is in memory comes back, and the agent goes on
-    with what is on its way."""
+    """torchrun restarts the job, so the ranks leave at once: the checkpoint comes back from memory, and the agent goes
+    on with the upload."""
     saved, steps = 6, 15
     # Else the workers that torchrun starts again find the addresses of the former ones in its store (torch 2.13).
     env = {**LINGER, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -231,7 +231,8 @@ def test_a_step_that_was_left_after_its_update_has_ended(tmp_path: Path) -> None
 def test_what_takes_the_place_of_a_model_and_its_optimizer_is_saved_in_whole_steps_from_the_first_on(
     tmp_path: Path,
 ) -> None:
-    """Though nothing of it is known before the next snapshot: that of step 3 had the state of step 4."""
+    """The new model is not walked before the next snapshot. If its update did not count, the checkpoint of step 3 would
+    hold the state of step 4."""
     job = make()
     with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6)) as ck:
         for step in ck.steps(10):
@@ -269,7 +270,8 @@ class Agent:
 
 
 def test_a_step_of_an_optimizer_in_an_object_that_gives_copies_counts(tmp_path: Path) -> None:
-    """Beside one that is registered. It was saved under the step before, and made once more after a restart."""
+    """Another optimizer is registered. If the step did not count, it would be saved as the step before, and a restart
+    would repeat it."""
     agent, other = Agent(0), group_of("beside")
     with ckpt.Checkpointer(tmp_path, {"agent": agent, **other}, policy=ckpt.Every(steps=10**6)) as ck:
         for step in ck.steps(9):
@@ -289,7 +291,7 @@ def test_a_step_of_an_optimizer_in_an_object_that_gives_copies_counts(tmp_path: 
 def test_what_was_replaced_in_the_state_is_free_after_the_next_snapshots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
-    """It may be as large as all of the state."""
+    """The old model may be as large as all of the state."""
     monkeypatch.setenv("CKPT_NOTICES", "given")
 
     def made() -> dict[str, Any]:

@@ -26,7 +26,8 @@ SLOW_DOWN = answer(503, "SlowDown")
 def test_a_job_that_is_started_again_with_new_credentials_saves_with_them(
     moto: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old ones expired, so the last commit failed; what is in memory is not lost, and is committed now."""
+    """The old credentials expired, so the last commit failed. Memory keeps the checkpoint, and the new start commits
+    it."""
     monkeypatch.setenv("CKPT_LINGER_S", "2")  # an agent that cannot commit stays twelve times as long
     with proxies.proxy(moto) as store:
         monkeypatch.setenv("AWS_ENDPOINT_URL", store.at.endpoint)
@@ -83,7 +84,7 @@ def test_a_job_and_its_restart_take_credentials_from_a_rewritten_file(
 
 @pytest.mark.parametrize("key", ["*", f"{RUN}/data/*-000000000004.*"], ids=["all", "data"])
 def test_data_that_cannot_be_read_now_is_not_taken_for_damaged(store: Proxy, key: str) -> None:
-    """Nor is there a fresh start, where nothing can be read: it is an error on entry."""
+    """If nothing can be read, the start is an error, and never fresh."""
     run(URL, 4, make(), saving(2))
     store.fail(SLOW_DOWN, "GET", key)
     with pytest.raises(ckpt.errors.StorageError, match="503"):
@@ -133,7 +134,7 @@ def test_a_job_that_restarts_while_its_old_writer_uploads_goes_on_from_memory(
 
 
 def test_a_restart_from_memory_needs_no_store(store: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The claim of the new start, and of what it goes on from, are made up for before its first commit."""
+    """The claims of the new start and of the restored one are put late, before the first commit."""
     monkeypatch.setenv("CKPT_LINGER_S", "60")
     store.fail(SLOW_DOWN, "PUT")
     old = train(tmp_path / "log", URL, 100_000, "--every", "1")
@@ -156,7 +157,8 @@ def test_a_restart_from_memory_needs_no_store(store: Proxy, tmp_path: Path, monk
 
 
 def killed_while_held(store: Proxy, log: Path) -> tuple[int, list[float]]:
-    """A training script that was killed while the put of a record of it is held; its step, and the losses so far."""
+    """Kills a training script while the put of one of its records is held. Returns the step of that record, and the
+    losses so far."""
     old = train(log, URL, 100_000, "--every", "1")
     try:
         old.wait_for(lambda line: line.get("event") == "commit.done")

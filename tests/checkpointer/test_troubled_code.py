@@ -83,7 +83,7 @@ def test_a_sink_that_fails_is_not_called_again_and_harms_nothing(tmp_path: Path)
 
 
 def test_a_sink_that_exits_on_a_thread_of_ours_costs_itself_alone(tmp_path: Path) -> None:
-    """sys.exit() ends nothing there but that thread: the one that hears the agent, or that ends snapshots."""
+    """On such a thread sys.exit() ends only that thread: the one that hears the agent, or that finishes snapshots."""
     called: list[str] = []
 
     def sink(event: ckpt.Event) -> None:
@@ -202,8 +202,9 @@ def arenas() -> list[str]:
 
 
 def test_a_forked_child_cannot_touch_what_its_parent_saves(tmp_path: Path) -> None:
-    """Nor does it keep the memory of it: a loader's worker lives as long as training does, and slots that the state has
-    outgrown long before that go. So does what another thread has just received, or is about to close."""
+    """The child keeps no arena of the parent in memory: a loader's worker lives as long as training, and arenas that
+    became too small go before that. An arena that another thread has just received, or is about to close, is not kept
+    either."""
     job, (read, write) = make(), os.pipe()
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
