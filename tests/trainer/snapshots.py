@@ -18,6 +18,7 @@ from ckpt.layout.layout import Entry, Layout, Share, Staging
 from ckpt.layout.staging import stage
 from ckpt.threads import Tasks
 from ckpt.trainer.snapshot.cpu_copier import Copier, CpuCopier, Ticket
+from ckpt.trainer.snapshot.deferred_copy import PROOFS_NEEDED
 from ckpt.trainer.snapshot.pending_copy import Snapshot
 from ckpt.trainer.snapshot.snapshot import Snapshotter
 from ckpt.trainer.state.pieces import CopyPiece, split_piece
@@ -83,6 +84,20 @@ class Rig:
         self.waiting.start(f"{self.turn}", snapshot.wait)
         return snapshot
 
+    def prove(self, *steps: Callable[[], object]) -> None:
+        """After it, the next snapshot is the first late one. `steps`: those of the optimizers."""
+        for _ in range(PROOFS_NEEDED):
+            self.take().wait(60)
+            for step in steps:
+                step()
+            self.snapshotter.note_boundary()
+            self.settle()
+        assert self.snapshotter.trust.proven()
+
+    def settle(self) -> None:
+        """What the snapshotter's own thread has to do is done: there comparisons are judged."""
+        self.snapshotter._tasks.submit(lambda: None).result()
+
     def staged(self, slot: int) -> dict[str, Tensor]:
         """What the arena holds, read by the staging alone."""
         arena = np.frombuffer(self.arenas[slot], dtype=np.uint8)
@@ -99,8 +114,28 @@ class Rig:
     def stamps(self, slot: int) -> dict[str, set[float]]:
         return {name: set(tensor.unique().tolist()) for name, tensor in self.staged(slot).items()}
 
+    def all_stamps(self, slot: int) -> set[float]:
+        return set().union(*self.stamps(slot).values())
+
+    def differing(self, slot: int) -> list[str]:
+        """The tensors that have other bytes than the arena holds of them."""
+        staged = self.staged(slot)
+        return [name for name, tensor in self.state()[0].items() if raw(staged[name]) != raw(tensor)]
+
     def names(self) -> list[str]:
         return [event.name for event in self.events]
+
+
+def comes_over_bit_for_bit(it: Rig) -> None:
+    """Tensors of any kind, which change from one snapshot to the next as far as that is easy."""
+    for _ in range(3):
+        snapshot = it.take()
+        snapshot.wait(60)
+        assert snapshot.abandon_reason is None
+        assert it.differing(snapshot.slot) == []
+        for tensor in it.state()[0].values():
+            if tensor.dtype is torch.float32 and tensor.stride()[:1] != (0,):
+                tensor.add_(1)
 
 
 @contextmanager
@@ -112,6 +147,35 @@ def rig(state: Callable[[], tuple[Mapping[str, Tensor], Collection[str]]], **opt
         finally:
             made.snapshotter.close()
             made.waiting.close()
+
+
+def train_on(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Callable[[], Tensor], **options: object
+) -> tuple[list[bytes], list[bool]]:
+    """What eight snapshots hold, each of which training goes on behind; and whether each was copied late."""
+
+    def state() -> tuple[dict[str, Tensor], set[str]]:
+        moments = {f"optim.{n}.{k}": v for n, s in enumerate(optimizer.state.values()) for k, v in s.items()}
+        params = dict(model.named_parameters())
+        return {**params, **dict(model.named_buffers()), **moments}, {*params, *moments}
+
+    def train() -> None:
+        model(inputs()).square().mean().backward()
+        optimizer.step()
+
+    train()
+    held, are_late = [], []
+    with rig(state, **options) as it:
+        for _ in range(8):
+            snapshot = it.take()
+            train()
+            it.snapshotter.note_boundary()
+            snapshot.done.result(60)
+            assert snapshot.abandon_reason is None
+            held.append(bytes(it.arenas[snapshot.slot]))
+            are_late.append(snapshot.is_deferred)
+        assert not it.events
+    return held, are_late
 
 
 @contextmanager
@@ -126,7 +190,7 @@ def one_thread() -> Iterator[None]:
 
 
 def raw(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class TearingCopier(CpuCopier):

@@ -4,22 +4,21 @@ of what waits for what. What a device would reorder is checked on the log; the b
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import Tensor
 
 from ckpt.errors import CkptError
 from ckpt.trainer.snapshot import cuda_copier, cuda_runtime
 from ckpt.trainer.snapshot.cpu_copier import CpuCopier, Ticket
-from ckpt.trainer.snapshot.cuda_copier import CudaCopier, CudaJob, make_copier
+from ckpt.trainer.snapshot.cuda_copier import CudaCopier, CudaJob
 from ckpt.trainer.snapshot.deferred_copy import PROOFS_NEEDED
 from ckpt.trainer.state.pieces import CopyPiece
 from tests.trainer.snapshot.test_snapshot import odd_state
-from tests.trainer.snapshots import LARGE, Rig, Stamper, raw, rig, walk_of
+from tests.trainer.snapshots import LARGE, Rig, Stamper, comes_over_bit_for_bit, rig, walk_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -35,6 +34,7 @@ class Device:
     status: int = 0
     is_lost: bool = False
     is_hanging: bool = False
+    is_full: bool = False
     events: int = 0
     strays: list[str] = field(default_factory=list)
     on_register: Callable[[], object] = lambda: None
@@ -153,44 +153,32 @@ class Event:
         return 1.0
 
 
-def copier(device: Device) -> CudaCopier:
-    return CudaCopier(CpuCopier(1), cuda=device, device_type="cpu")
+def copier(device: Device, kind: type[CudaCopier] = CudaCopier) -> CudaCopier:
+    return kind(CpuCopier(1), cuda=device, device_type="cpu")
+
+
+NAMES = ("w0", "w1", "w2", "cloned")  # all but the last are above what is cloned
+
+
+@contextmanager
+def job(
+    device: Device | None = None, late: Collection[str] = NAMES, kind: type[CudaCopier] = CudaCopier, **options: object
+) -> Iterator[tuple[Rig, Device, dict[str, torch.nn.Parameter], Stamper]]:
+    """Snapshots of parameters that one optimizer trains. `late`: those that may be copied late."""
+    device = device or Device()
+    params = {name: torch.nn.Parameter(torch.zeros(LARGE if name == "cloned" else (800, 500))) for name in NAMES}
+    with rig(lambda: (params, late), copier=copier(device, kind), **options) as it:
+        yield it, device, params, Stamper(list(params.values()))
 
 
 def test_every_kind_of_tensor_comes_over_bit_for_bit(seed: int) -> None:
     state = odd_state(seed)
     with rig(lambda: (state, ()), copier=copier(Device())) as it:
-        for _ in range(3):
-            snapshot = it.take()
-            snapshot.wait(60)
-            staged = it.staged(snapshot.slot)
-            assert snapshot.abandon_reason is None
-            assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
-            for tensor in state.values():
-                if tensor.dtype is torch.float32 and tensor.stride()[:1] != (0,):
-                    tensor.add_(1)
-
-
-def large_state() -> tuple[dict[str, Tensor], Stamper]:
-    params = {f"w{n}": torch.nn.Parameter(torch.zeros(800, 500)) for n in range(3)}  # above what is cloned
-    params["cloned"] = torch.nn.Parameter(torch.zeros(LARGE))
-    return params, Stamper(list(params.values()))
-
-
-def prove(it: Rig, *optimizers: Stamper) -> None:
-    """After it, the next snapshot is the first late one."""
-    for _ in range(PROOFS_NEEDED):
-        it.take().wait(60)
-        for optimizer in optimizers:
-            optimizer.step()
-        it.snapshotter.note_boundary()
-        it.snapshotter._tasks.submit(lambda: None).result()  # the comparison is judged on that thread
+        comes_over_bit_for_bit(it)
 
 
 def test_an_eager_copy_makes_the_current_stream_wait_for_its_reads() -> None:
-    device = Device()
-    params, _ = large_state()
-    with rig(lambda: (params, ()), copier=copier(device)) as it:
+    with job(late=()) as (it, device, *_):
         device.log.clear()
         device.events = 0
         it.take().wait(60)
@@ -204,10 +192,8 @@ def test_an_eager_copy_makes_the_current_stream_wait_for_its_reads() -> None:
 
 
 def test_a_late_copy_leaves_the_waiting_to_the_optimizer_step() -> None:
-    device = Device()
-    params, optimizer = large_state()
-    with rig(lambda: (params, set(params)), copier=copier(device)) as it:
-        prove(it, optimizer)
+    with job() as (it, device, _, optimizer):
+        it.prove(optimizer.step)
         assert it.snapshotter.trust.proven() == ["lazy copies of 4 tensors"]
         device.log.clear()
         snapshot = it.take()
@@ -219,7 +205,7 @@ def test_a_late_copy_leaves_the_waiting_to_the_optimizer_step() -> None:
         assert device.log[0].endswith("of side")
         snapshot.done.result(60)
         assert snapshot.abandon_reason is None
-        assert set().union(*it.stamps(snapshot.slot).values()) == {float(PROOFS_NEEDED)}
+        assert it.all_stamps(snapshot.slot) == {float(PROOFS_NEEDED)}
         assert snapshot.stall_s >= 2e-3  # two pairs of events of the stand-in, a millisecond each
         assert not it.events
 
@@ -227,13 +213,11 @@ def test_a_late_copy_leaves_the_waiting_to_the_optimizer_step() -> None:
 @pytest.mark.parametrize("proven", [False, True])
 def test_optimizers_on_other_streams_wait_for_the_reads_too_until_they_are_over(proven: bool) -> None:
     """Those of a late copy, and those of the comparison before."""
-    device = Device()
-    params, _ = large_state()
-    one, other = Stamper([params["w0"]]), Stamper([params["w1"], params["w2"], params["cloned"]])
     go = threading.Event()
-    with rig(lambda: (params, set(params)), copier=copier(device)) as it:
+    with job() as (it, device, params, _):
+        one, other = Stamper([params["w0"]]), Stamper([params["w1"], params["w2"], params["cloned"]])
         if proven:
-            prove(it, one, other)
+            it.prove(one.step, other.step)
         snapshot = it.take()
         if not proven:
             snapshot.wait(60)
@@ -249,27 +233,15 @@ def test_optimizers_on_other_streams_wait_for_the_reads_too_until_they_are_over(
         assert [line.split(" event ")[0] for line in device.log] == ["other waits for"]
         assert device.log[0].endswith("of main")  # which waits for the reads, and looks itself
         snapshot.done.result(60)
-        it.snapshotter._tasks.submit(lambda: None).result()
+        it.settle()
         device.log.clear()
         other.step()
         assert device.log == []
 
 
-def test_a_change_before_the_step_abandons_the_snapshot_here_too() -> None:
-    params, optimizer = large_state()
-    with rig(lambda: (params, set(params)), copier=copier(Device())) as it:
-        prove(it, optimizer)
-        snapshot = it.take()
-        params["w1"].data.add_(1)
-        optimizer.step()
-        snapshot.done.result(60)
-        assert snapshot.abandon_reason == "w1 changed while the copy was under way"
-
-
 def test_closing_waits_for_what_the_device_still_works_on() -> None:
-    params, _ = large_state()
     arrived, go = threading.Event(), threading.Event()
-    with rig(lambda: (params, ()), copier=copier(Device())) as it:
+    with job(late=()) as (it, *_):
         it.snapshotter._tasks.submit(lambda: (arrived.set(), go.wait())[0])
         snapshot = it.take()
         arrived.wait()
@@ -284,26 +256,21 @@ def test_closing_waits_for_what_the_device_still_works_on() -> None:
 
 
 def test_an_error_of_the_device_abandons_the_snapshot_that_it_concerns() -> None:
-    params, _ = large_state()
-    made = copier(Device())
-    with rig(lambda: (params, ()), copier=made) as it:
-        made.cuda.is_lost = True
+    with job(late=()) as (it, device, *_):
+        device.is_lost = True
         snapshot = it.take()
         snapshot.done.result(60)
         assert snapshot.abandon_reason == "it could not be copied: device lost"
 
 
 def test_a_comparison_names_what_differs() -> None:
-    params, _ = large_state()
-    made = copier(Device())
-    with rig(lambda: (params, ()), copier=made) as it:
+    with job(late=()) as (it, _, params, _):
         it.take().wait(60)
         pieces = it.snapshotter.bindings._bindings_by_slot[1].pieces
-        assert made.start_comparison(pieces)() == []
+        assert it.copier.start_comparison(pieces)() == []
         params["w1"].data[-1, -1] += 1
-        changed = [n for n, p in enumerate(pieces) if it.walk.layout.entries[p.entry].name == "w1"]
-        assert set(made.start_comparison(pieces)()) <= set(changed)
-        assert made.start_comparison(pieces)()
+        (changed,) = it.copier.start_comparison(pieces)()
+        assert it.walk.layout.entries[pieces[changed].entry].name == "w1"
 
 
 def test_pages_are_locked_once_and_unlocked_with_the_binding() -> None:
@@ -322,14 +289,12 @@ def test_pages_are_locked_once_and_unlocked_with_the_binding() -> None:
 
 
 def test_pages_that_cannot_be_locked_are_copied_to_all_the_same_and_it_is_said() -> None:
-    device = Device(status=2)
-    params, _ = large_state()
-    with rig(lambda: (params, ()), copier=copier(device), slots=1) as it:
+    with job(Device(status=2), late=(), slots=1) as (it, device, *_):
         assert it.names() == ["snapshot.unpinned"]
         assert it.events[0].message.endswith("no memory can be locked")
         snapshot = it.take()
         snapshot.wait(60)
-        assert set().union(*it.stamps(snapshot.slot).values()) == {0.0}
+        assert it.all_stamps(snapshot.slot) == {0.0}
     assert not device.locked
 
 
@@ -352,9 +317,8 @@ def test_pages_are_locked_a_part_at_a_time_and_no_transfer_crosses_a_seam(
         )
         assert all(address // (1 << 14) == (address + n - 1) // (1 << 14) for address, n in transfers)
         it.take().wait(60)
-        staged = it.staged(0)
-        assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
-        assert it.snapshotter._copier.start_comparison(it.snapshotter.bindings._bindings_by_slot[0].pieces)() == []
+        assert it.differing(0) == []
+        assert it.copier.start_comparison(it.snapshotter.bindings._bindings_by_slot[0].pieces)() == []
 
 
 def test_clones_take_little_of_a_device_the_smallest_first_and_all_arenas_share_them(
@@ -370,21 +334,15 @@ def test_clones_take_little_of_a_device_the_smallest_first_and_all_arenas_share_
         gathered = [source.nbytes for sources, _ in part._mirror.concatenated for source in sources]
         assert 500 < sum(gathered) <= 1000
         assert max(gathered) <= min(whole.nbytes for whole, _ in part._direct_copies)
-        for _ in range(3):
-            snapshot = it.take()
-            snapshot.wait(60)
-            staged = it.staged(snapshot.slot)
-            assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
+        comes_over_bit_for_bit(it)
 
 
 def test_other_threads_ask_cuda_for_something_only_on_a_device_of_the_state() -> None:
-    device = Device()
-    params, optimizer = large_state()
-    with rig(lambda: (params, set(params)), copier=copier(device), slots=1) as it:
-        for _ in range(PROOFS_NEEDED + 1):
-            it.take().wait(60)
-            optimizer.step()
-        it.snapshotter._tasks.submit(lambda: None).result()
+    with job(slots=1) as (it, device, _, optimizer):
+        it.prove(optimizer.step)
+        it.take().wait(60)
+        optimizer.step()
+        it.settle()
         arena = memoryview(bytearray(it.staging.data_bytes))
         thread = threading.Thread(target=it.snapshotter.bindings.bind, args=(1, it.walk, it.staging, arena))
         thread.start()
@@ -397,10 +355,8 @@ def test_other_threads_ask_cuda_for_something_only_on_a_device_of_the_state() ->
 
 
 def test_a_plan_is_given_out_once_its_buffers_hold_what_they_begin_with() -> None:
-    device = Device()
-    params, _ = large_state()
-    made, had_to_wait = copier(device), list[bool]()
-    with rig(lambda: (params, set(params)), copier=made, slots=1) as it:
+    had_to_wait: list[bool] = []
+    with job(slots=1) as (it, device, *_):
         binding, trust = it.snapshotter.bindings._bindings_by_slot[0], it.snapshotter.trust
 
         def meanwhile() -> None:
@@ -419,42 +375,37 @@ def test_a_plan_is_given_out_once_its_buffers_hold_what_they_begin_with() -> Non
 class Full(CudaCopier):
     """Of a device that may have no memory left."""
 
-    is_full = False
-
     def prepare(self, pieces: Sequence[CopyPiece]) -> CudaJob:
-        if self.is_full:
+        if self.cuda.is_full:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().prepare(pieces)
 
     def start_comparison(self, pieces: Sequence[CopyPiece]) -> Callable[[], list[int]]:
-        if self.is_full:
+        if self.cuda.is_full:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().start_comparison(pieces)
 
 
 def test_a_device_that_is_full_while_a_plan_is_made_ahead_costs_no_snapshot() -> None:
-    params, _ = large_state()
-    made = Full(CpuCopier(1), cuda=Device(), device_type="cpu")
-    with rig(lambda: (params, set(params)), copier=made) as it:
-        made.is_full = True
+    with job(kind=Full) as (it, device, *_):
+        device.is_full = True
         it.walk_again()
         snapshot = it.take()
         snapshot.wait(60)
         assert snapshot.abandon_reason == "it could not be copied: CUDA out of memory"
-        made.is_full = False
+        device.is_full = False
         snapshot = it.take()
         snapshot.wait(60)
         assert snapshot.abandon_reason is None
-        assert set().union(*it.stamps(snapshot.slot).values()) == {0.0}
+        assert it.all_stamps(snapshot.slot) == {0.0}
 
 
 def test_a_comparison_that_fails_costs_no_snapshot_that_is_being_copied() -> None:
-    params, optimizer = large_state()
-    made, go = Full(CpuCopier(1), cuda=Device(), device_type="cpu"), threading.Event()
-    with rig(lambda: (params, set(params)), copier=made) as it:
+    go = threading.Event()
+    with job(kind=Full) as (it, device, _, optimizer):
         it.snapshotter._tasks.submit(go.wait)
         snapshot = it.take()
-        made.is_full = True
+        device.is_full = True
         optimizer.step()
         go.set()
         snapshot.done.result(60)
@@ -475,7 +426,7 @@ class Mixed(CudaCopier):
 def test_what_fails_on_the_host_is_over_once_no_device_writes_any_more() -> None:
     device = Device()
     state = {"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}
-    with rig(lambda: (state, ()), copier=Mixed(CpuCopier(1), cuda=device, device_type="cpu")) as it:
+    with rig(lambda: (state, ()), copier=copier(device, Mixed)) as it:
         state["a"].untyped_storage().resize_(0)
         device.log.clear()
         device.events = 0
@@ -497,12 +448,9 @@ class NeverLate(CudaCopier):
 
 
 def test_a_late_copy_that_does_not_begin_abandons_once_the_eager_one_has_landed() -> None:
-    device = Device()
-    params, optimizer = large_state()
     go = threading.Event()
-    late = set(params) - {"cloned"}
-    with rig(lambda: (params, late), copier=NeverLate(CpuCopier(1), cuda=device, device_type="cpu")) as it:
-        prove(it, optimizer)
+    with job(late=NAMES[:3], kind=NeverLate) as (it, device, _, optimizer):
+        it.prove(optimizer.step)
         device.on_wait = go.wait
         snapshot = it.take()
         was_done = snapshot.done.done()
@@ -513,12 +461,10 @@ def test_a_late_copy_that_does_not_begin_abandons_once_the_eager_one_has_landed(
 
 
 def test_pages_are_unlocked_once_no_device_uses_them_any_more() -> None:
-    device = Device()
-    params, _ = large_state()
-    with rig(lambda: (params, set(params)), copier=copier(device), slots=1) as it:
+    with job(slots=1) as (it, device, *_):
         it.take().wait(60)
         device.log.clear()
-        it.snapshotter._copier.start_comparison(it.snapshotter.bindings._bindings_by_slot[0].pieces)
+        it.copier.start_comparison(it.snapshotter.bindings._bindings_by_slot[0].pieces)
         assert device.log == ["main waits for side", "side waits for main"]  # what reads the pages too, so
         device.log.clear()
         it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
@@ -607,9 +553,3 @@ def test_the_runtime_is_known_by_the_name_that_torch_loads_it_by() -> None:
         "libcudart.so.12",
         "libcudart.so.13",
     ]
-
-
-def test_without_cuda_the_host_copier_is_chosen() -> None:
-    made = make_copier()
-    assert isinstance(made, CpuCopier)
-    made.close()

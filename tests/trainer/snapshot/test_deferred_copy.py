@@ -42,6 +42,7 @@ from tests.trainer.snapshots import (
     one_thread,
     raw,
     rig,
+    train_on,
     walk_of,
 )
 
@@ -102,7 +103,7 @@ def whole(it: Rig, snapshot: Snapshot, loop: Loop) -> bool:
     it.snapshotter.note_boundary()
     assert snapshot.done.done()
     assert snapshot.abandon_reason is None
-    return set().union(*it.stamps(snapshot.slot).values()) == {step}
+    return it.all_stamps(snapshot.slot) == {step}
 
 
 def prove(it: Rig, loop: Loop) -> None:
@@ -113,9 +114,9 @@ def prove(it: Rig, loop: Loop) -> None:
 
 
 @contextmanager
-def late(layers: int = 4) -> Iterator[tuple[Rig, Loop, Snapshot]]:
-    """The first snapshot that is copied late, of which nothing is copied yet."""
-    loop = Loop(layers)
+def late(layers: int = 4, loop: Loop | None = None) -> Iterator[tuple[Rig, Loop, Snapshot]]:
+    """The first snapshot that is copied late, of which nothing is copied yet. `loop`: whose; by default a new one's."""
+    loop = loop or Loop(layers)
     with rig(loop.state, copier=loop.copier) as it:
         prove(it, loop)
         (snapshot,) = loop.run(it)
@@ -140,14 +141,10 @@ def test_no_snapshot_is_torn_while_training_runs_into_its_copy() -> None:
 
 
 def test_small_and_0d_tensors_are_copied_at_the_boundary() -> None:
-    small = torch.nn.Parameter(torch.zeros(100))
-    loop = Loop()
+    loop, small = Loop(), torch.nn.Parameter(torch.zeros(100))
     loop.params["small"] = small
     loop.optimizer = Stamper(list(loop.params.values()))
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
-        assert snapshot.is_deferred
+    with late(loop=loop) as (it, _, snapshot):
         small.data.fill_(-1)
         loop.optimizer.state[small]["count"].data.fill_(-1)
         stamps = it.stamps(snapshot.slot)
@@ -162,13 +159,13 @@ def test_state_that_appears_with_the_first_step_is_saved_and_starts_unproven() -
         for step in range(1, 2 + PROOFS_NEEDED):
             (snapshot,) = loop.run(it)
             snapshot.wait()
-            assert set().union(*it.stamps(snapshot.slot).values()) == {float(step)}
-        late = torch.nn.Parameter(torch.zeros(LARGE))  # a layer is unfrozen
-        loop.params["new"] = late
-        loop.optimizer.add_param_group({"params": [late]})
+            assert it.all_stamps(snapshot.slot) == {float(step)}
+        new = torch.nn.Parameter(torch.zeros(LARGE))  # a layer is unfrozen
+        loop.params["new"] = new
+        loop.optimizer.add_param_group({"params": [new]})
         (snapshot,) = loop.run(it)
         assert snapshot.is_deferred
-        late.data.fill_(-1)  # an eager copy does not see it, and the proof fails
+        new.data.fill_(-1)  # an eager copy does not see it, and the proof fails
         assert it.stamps(snapshot.slot)["new"] == {float(loop.step)}
         assert it.names() == []
         loop.run(it)
@@ -190,10 +187,7 @@ def test_gradscalers_skipped_step_keeps_late_copies_on() -> None:
         scaler.update()
 
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
-        for _ in range(PROOFS_NEEDED):
-            it.take()
-            train(1.0)
-            it.snapshotter.note_boundary()
+        it.prove(lambda: train(1.0))
         expected = raw(param)
         snapshot = it.take()
         assert snapshot.is_deferred
@@ -222,12 +216,9 @@ def test_an_optimizer_in_backward_without_hooks_turns_late_copies_off() -> None:
     hooked = torch.optim.SGD([param], lr=0.1)
     copier = TearingCopier()
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
-        for _ in range(PROOFS_NEEDED):
-            it.take()
-            param.grad = torch.ones(LARGE)
-            hooked.step()
-        param.register_post_accumulate_grad_hook(lambda p: update(p, 0.1))
-        it.snapshotter.note_boundary()
+        param.grad = torch.ones(LARGE)
+        it.prove(hooked.step)
+        param.register_post_accumulate_grad_hook(update)
         snapshot = it.take()
         assert snapshot.is_deferred
         param.sum().backward()
@@ -269,12 +260,8 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_before_the_step_is_never_in_a_snapshot_that_counts(edit: str) -> None:
-    loop = Loop(1)
-    edited = loop.params["layer0"]
-    with rig(loop.state, copier=loop.copier) as it:
-        prove(it, loop)
-        (snapshot,) = loop.run(it)
-        assert snapshot.is_deferred
+    with late(1) as (it, loop, snapshot):
+        edited = loop.params["layer0"]
         loop.copier.open[0].left.reverse()  # what is edited comes last
         with torch.no_grad():
             EDITS[edit](edited)
@@ -345,10 +332,7 @@ def test_a_swap_is_seen_where_one_unit_alone_was_copied_while_it_lasted(unit: in
     optimizer = Stamper([param])
     copier = TearingCopier(UNIT_BYTES)
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
-        for _ in range(PROOFS_NEEDED):
-            it.take()
-            optimizer.step()
-            it.snapshotter.note_boundary()
+        it.prove(optimizer.step)
         snapshot = it.take()
         copier.copy_some(unit)
         param.data.add_(7)
@@ -375,10 +359,7 @@ def test_a_swap_is_seen_wherever_in_memory_a_tensor_lies(at: int | None) -> None
     optimizer = Stamper([param])
     copier = TearingCopier()
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
-        for _ in range(PROOFS_NEEDED):
-            it.take()
-            optimizer.step()
-            it.snapshotter.note_boundary()
+        it.prove(optimizer.step)
         for edit in (0.0, 7.0):
             snapshot = it.take()
             swapped.add_(edit)
@@ -574,7 +555,7 @@ def test_a_poll_ends_the_copy_and_proves_nothing() -> None:
         assert snapshot.is_deferred
         it.snapshotter.poll()
         assert snapshot.done.done()
-        assert set().union(*it.stamps(snapshot.slot).values()) == {float(loop.step)}
+        assert it.all_stamps(snapshot.slot) == {float(loop.step)}
         loop.update()
         it.snapshotter.note_boundary()
         assert not it.events
@@ -585,7 +566,7 @@ def test_the_next_snapshot_ends_the_copy_of_the_one_before() -> None:
         second = it.take()
         assert first.done.done()
         assert not second.done.done()
-        assert set().union(*it.stamps(first.slot).values()) == {float(loop.step)}
+        assert it.all_stamps(first.slot) == {float(loop.step)}
 
 
 def test_every_part_of_a_late_tensor_has_its_turn_to_be_compared_in_full() -> None:
@@ -621,7 +602,7 @@ def test_waiting_ends_the_copy_on_the_training_thread_and_waits_for_it_on_anothe
 
         def other() -> None:
             snapshot.wait(60)
-            seen.append(set().union(*it.stamps(snapshot.slot).values()))
+            seen.append(it.all_stamps(snapshot.slot))
 
         thread = threading.Thread(target=other)
         thread.start()
@@ -654,11 +635,7 @@ def test_the_optimizers_of_all_threads_wait_for_the_copy_that_one_of_them_ends()
     params = list(loop.params.values())
     halves = [Stamper(params[:2]), Stamper(params[2:])]
     with rig(lambda: (loop.params, set(loop.params)), copier=loop.copier) as it:
-        for _ in range(PROOFS_NEEDED):
-            it.take()
-            for half in halves:
-                half.step()
-            it.snapshotter.note_boundary()
+        it.prove(*(half.step for half in halves))
         snapshot = it.take()
         assert snapshot.is_deferred
         loop.copier.on_fence = lambda: (reached.set(), go.wait(60))[0]
@@ -672,7 +649,7 @@ def test_the_optimizers_of_all_threads_wait_for_the_copy_that_one_of_them_ends()
         for thread in threads:
             thread.join(60)
         assert snapshot.abandon_reason is None
-        assert set().union(*it.stamps(snapshot.slot).values()) == {float(PROOFS_NEEDED)}
+        assert it.all_stamps(snapshot.slot) == {float(PROOFS_NEEDED)}
 
 
 def test_a_step_in_a_signal_handler_in_the_middle_of_the_wait_neither_hangs_nor_is_in_the_snapshot() -> None:
@@ -727,7 +704,7 @@ def test_closing_ends_the_copy_that_runs() -> None:
         pass
     assert snapshot.done.done()
     assert snapshot.abandon_reason is None
-    assert set().union(*it.stamps(snapshot.slot).values()) == {float(loop.step)}
+    assert it.all_stamps(snapshot.slot) == {float(loop.step)}
 
 
 def test_a_late_copy_that_fails_costs_the_snapshot_and_not_the_training() -> None:
@@ -771,12 +748,12 @@ def test_a_close_that_ctrl_c_ends_leaves_nobody_waiting() -> None:
         assert snapshot.abandon_reason == "interrupted"
 
 
+def update(param: Tensor) -> None:
+    param.data.sub_(0.1)
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
-
-
-def update(param: Tensor, by: float) -> None:
-    param.data.sub_(by)
 
 
 def fail() -> None:
@@ -784,38 +761,19 @@ def fail() -> None:
 
 
 def test_lazy_and_eager_give_equal_bytes() -> None:
-    def run(lazy: bool) -> list[bytes]:
+    def run(lazy: bool) -> tuple[list[bytes], list[bool]]:
         torch.manual_seed(5)
         model = torch.nn.Sequential(torch.nn.Linear(160, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 128))
         model[2].weight = torch.nn.Parameter(torch.randn(256, 128).t())  # not contiguous
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-        def state() -> tuple[dict[str, Tensor], set[str]]:
-            moments = {f"optim.{n}.{k}": v for n, s in enumerate(optimizer.state.values()) for k, v in s.items()}
-            params = dict(model.named_parameters())
-            return {**params, **dict(model.named_buffers()), **moments}, {*params, *moments}
-
-        def train() -> None:
-            model(torch.randn(16, 160)).square().mean().backward()
-            optimizer.step()
-
-        train()
-        found = []
-        with rig(state, lazy=lazy) as it:
-            for step in range(8):
-                snapshot = it.take()
-                assert snapshot.is_deferred == (lazy and step >= PROOFS_NEEDED)
-                train()
-                it.snapshotter.note_boundary()
-                assert snapshot.done.done()
-                found.append(bytes(it.arenas[snapshot.slot]))
-            assert not it.events
-        return found
+        return train_on(model, optimizer, lambda: torch.randn(16, 160), lazy=lazy)
 
     with one_thread():
-        lazy, eager = run(True), run(False)
+        (lazy, are_late), (eager, are_late_too) = run(True), run(False)
     assert len(set(eager)) == 8
     assert lazy == eager
+    assert are_late == [step >= PROOFS_NEEDED for step in range(8)]
+    assert not any(are_late_too)
 
 
 def test_a_dropped_proof_is_forgotten() -> None:

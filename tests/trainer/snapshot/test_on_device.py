@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from ckpt.errors import CkptError
 from ckpt.trainer.snapshot.cuda_copier import CudaCopier, make_copier
@@ -16,7 +14,7 @@ from ckpt.trainer.snapshot.cuda_runtime import LOCK_BYTES
 from ckpt.trainer.snapshot.deferred_copy import PROOFS_NEEDED
 from ckpt.trainer.snapshot.pending_copy import Snapshot
 from tests.trainer.snapshot.test_snapshot import odd_state
-from tests.trainer.snapshots import LARGE, Rig, Stamper, raw, rig
+from tests.trainer.snapshots import LARGE, Rig, Stamper, comes_over_bit_for_bit, rig, train_on
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support"),
@@ -49,16 +47,6 @@ def stay_behind() -> None:
     torch.cuda._sleep(BEHIND_CYCLES)
 
 
-def prove(it: Rig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for _ in range(PROOFS_NEEDED):
-        it.take().wait(60)
-        for optimizer in optimizers:
-            optimizer.step()
-        it.snapshotter.note_boundary()
-        it.snapshotter._tasks.submit(lambda: None).result()  # the comparison is judged on that thread
-    assert it.snapshotter.trust.proven()
-
-
 def step_on(stream: torch.cuda.Stream, optimizer: torch.optim.Optimizer) -> None:
     """What comes next waits for it; it waits for nothing."""
     with torch.cuda.stream(stream):
@@ -70,7 +58,7 @@ def comes_over(it: Rig, snapshot: Snapshot, expected: float) -> None:
     it.snapshotter.note_boundary()
     snapshot.done.result(60)
     assert snapshot.abandon_reason is None
-    assert set().union(*it.stamps(snapshot.slot).values()) == {expected}
+    assert it.all_stamps(snapshot.slot) == {expected}
 
 
 def test_every_kind_of_tensor_comes_over_bit_for_bit(seed: int) -> None:
@@ -79,15 +67,7 @@ def test_every_kind_of_tensor_comes_over_bit_for_bit(seed: int) -> None:
     base = state["tied.a"]
     state |= {"tied.b": base, "tied.part": base[10:200], "transposed": state["transposed"].contiguous().t()}
     with rig(lambda: (state, ()), copier=made()) as it:
-        for _ in range(3):
-            snapshot = it.take()
-            snapshot.wait(60)
-            assert snapshot.abandon_reason is None
-            staged = it.staged(snapshot.slot)
-            assert [name for name in state if raw(staged[name]) != raw(state[name].cpu())] == []
-            for tensor in state.values():
-                if tensor.dtype is torch.float32 and tensor.stride()[:1] != (0,):
-                    tensor.add_(1)
+        comes_over_bit_for_bit(it)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -96,7 +76,7 @@ def test_what_is_enqueued_behind_a_snapshot_does_not_reach_it(lazy: bool) -> Non
     optimizer = Stamper(list(params.values()))
     with rig(lambda: (params, set(params)), copier=made(), lazy=lazy) as it:
         if lazy:
-            prove(it, [optimizer])
+            it.prove(optimizer.step)
         for _ in range(20):
             stay_behind()
             snapshot = it.take()
@@ -111,7 +91,7 @@ def test_an_optimizer_on_another_stream_waits_for_late_reads() -> None:
     params = parameters()
     optimizer, other = Stamper(list(params.values())), torch.cuda.Stream()
     with rig(lambda: (params, set(params)), copier=made()) as it:
-        prove(it, [optimizer])
+        it.prove(optimizer.step)
         for _ in range(10):
             stay_behind()
             snapshot = it.take()
@@ -125,7 +105,7 @@ def test_a_second_optimizer_on_another_stream_waits_for_late_reads_too() -> None
     each = list(params.values())
     one, two, other = Stamper(each[::2]), Stamper(each[1::2]), torch.cuda.Stream()
     with rig(lambda: (params, set(params)), copier=made()) as it:
-        prove(it, [one, two])
+        it.prove(one.step, two.step)
         for _ in range(10):
             stay_behind()
             snapshot = it.take()
@@ -147,7 +127,7 @@ def test_a_second_optimizer_on_another_stream_waits_until_the_comparison_has_rea
             step_on(other, two)
             it.snapshotter.note_boundary()
             snapshot.done.result(60)
-        it.snapshotter._tasks.submit(lambda: None).result()
+        it.settle()
         assert it.names() == []
         assert it.snapshotter.trust.proven() == [f"lazy copies of {len(params)} tensors"]
 
@@ -158,7 +138,7 @@ def test_a_graph_can_be_captured_while_other_threads_work(what: str) -> None:
     optimizer = Stamper(list(params.values()))
     x, graph = torch.zeros(1 << 20, device="cuda"), torch.cuda.CUDAGraph()
     with rig(lambda: (params, set(params)), copier=made()) as it:
-        prove(it, [optimizer])
+        it.prove(optimizer.step)
         stay_behind()
         snapshot = it.take()
         optimizer.step()
@@ -202,8 +182,7 @@ def test_arenas_larger_than_what_is_locked_at_once_come_over_bit_for_bit(seed: i
             snapshot = it.take()
             snapshot.wait(60)
             assert snapshot.abandon_reason is None
-            staged = it.staged(snapshot.slot)
-            assert [name for name in state if raw(staged[name]) != raw(state[name].cpu())] == []
+            assert it.differing(snapshot.slot) == []
             assert copier.start_comparison(it.snapshotter.bindings._bindings_by_slot[snapshot.slot].pieces)() == []
 
 
@@ -211,7 +190,7 @@ def test_memory_that_is_freed_behind_a_late_snapshot_is_not_handed_out_while_it_
     params = parameters()
     optimizer = Stamper(list(params.values()))
     with rig(lambda: (params, set(params)), copier=made()) as it:
-        prove(it, [optimizer])
+        it.prove(optimizer.step)
         for param in params.values():
             param.data.fill_(7)
         stay_behind()
@@ -279,27 +258,9 @@ def test_lazy_and_eager_give_equal_bytes() -> None:
         torch.manual_seed(3)
         model = torch.nn.Sequential(torch.nn.Linear(900, 900), torch.nn.BatchNorm1d(900)).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-        def state() -> tuple[dict[str, Tensor], set[str]]:
-            moments = {f"optim.{n}.{k}": v for n, s in enumerate(optimizer.state.values()) for k, v in s.items()}
-            params = dict(model.named_parameters())
-            return {**params, **dict(model.named_buffers()), **moments}, {*params, *moments}
-
-        def train() -> None:
-            model(torch.randn(64, 900, device="cuda")).square().mean().backward()
-            optimizer.step()
-
-        train()
-        found = []
-        with rig(state, lazy=lazy, copier=made()) as it:
-            for _ in range(8):
-                snapshot = it.take()
-                train()
-                it.snapshotter.note_boundary()
-                snapshot.done.result(60)
-                assert snapshot.abandon_reason is None
-                found.append(bytes(it.arenas[snapshot.slot]))
-            assert snapshot.is_deferred == lazy
-        return found
+        inputs = lambda: torch.randn(64, 900, device="cuda")  # noqa: E731
+        held, are_late = train_on(model, optimizer, inputs, lazy=lazy, copier=made())
+        assert are_late[-1] == lazy
+        return held
 
     assert run(True) == run(False)
