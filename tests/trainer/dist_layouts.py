@@ -28,6 +28,7 @@ import tests.trainer.roundtrip as rt
 from ckpt.errors import UsageError
 from ckpt.trainer.state.mesh_coordinate import find_coordinate
 from ckpt.trainer.state.state_walk import StateWalker
+from tests.trainer.kinds import Holder
 
 WORLD = 4
 # By size of the model. Sizes 6 and 10 are uneven over 4 ranks: the last rank holds less, or nothing.
@@ -120,11 +121,7 @@ def save_together(walker: StateWalker, rank: int) -> rt.Checkpoint:
 
 
 def restore_into(state: dict[str, Any], checkpoint: rt.Checkpoint, rank: int) -> None:
-    targets = rt.plan(walker_of(state, rank), checkpoint)
-    assert not targets.difference_lines, targets.difference_lines
-    assert not targets.extra_names, targets.extra_names
-    rt.fill(targets, checkpoint)
-    targets.install()
+    rt.finish(rt.plan(walker_of(state, rank), checkpoint), checkpoint)
 
 
 def save(layout: str, size: int, rank: int) -> tuple[rt.Checkpoint, dict[str, torch.Tensor]]:
@@ -183,17 +180,6 @@ def restore(
     evaluate(state, size)
 
 
-class Holder:
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tensor": self.tensor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensor = state["tensor"]
-
-
 def special(rank: int) -> None:
     """Tensors that no module makes: several boxes a rank, partial sums, parts of other sizes than torch would cut."""
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -216,9 +202,11 @@ def special(rank: int) -> None:
     assert torch.equal(torch.cat(again["table"]._local_tensor.local_shards(), 1), whole[rank : rank + 1])
 
     # An object's own sharded tensor comes back as one.
-    saved, fresh = (Holder(distribute_tensor(each, mesh, [Shard(0)])) for each in (whole, torch.zeros_like(whole)))
+    saved, fresh = (
+        Holder(tensor=distribute_tensor(each, mesh, [Shard(0)])) for each in (whole, torch.zeros_like(whole))
+    )
     restore_into({"x": fresh}, save_together(walker_of({"x": saved}, rank), rank), rank)
-    assert torch.equal(fresh.tensor._local_tensor, whole[rank : rank + 1])
+    assert torch.equal(fresh.state_dict()["tensor"]._local_tensor, whole[rank : rank + 1])
 
     column_major(mesh, rank)
 

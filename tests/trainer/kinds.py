@@ -1,4 +1,5 @@
-"""Kinds of tensors that have no bytes of their own, none yet, or none that are all that there is to them."""
+"""What a state may hold: objects of the user's own, and tensors that have no bytes of their own, none yet, or none that
+are all that there is to them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class Holder:
+    """Its state is its attributes."""
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
 
 class Wrapping(Tensor):

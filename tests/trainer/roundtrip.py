@@ -74,6 +74,11 @@ def walker_of(state: dict[str, Any], generators: bool = False, rank: int = 0, wo
     return StateWalker(state, find_coordinate(state, rank, world), generators)
 
 
+def walked(state: dict[str, Any]) -> tuple[StateWalker, Walk]:
+    walker = walker_of(state)
+    return walker, walker.walk()
+
+
 def raw(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor, read row-major."""
     flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
@@ -159,7 +164,10 @@ def restore(
     state: dict[str, Any], checkpoint: Checkpoint, strict: bool = True, generators: bool = False, step: int = 1
 ) -> RestorePlan:
     walker = walker_of(state, generators)
-    targets = plan(walker, checkpoint, strict, step)
+    return finish(plan(walker, checkpoint, strict, step), checkpoint, strict)
+
+
+def finish(targets: RestorePlan, checkpoint: Checkpoint, strict: bool = True) -> RestorePlan:
     if strict:
         assert (targets.difference_lines, targets.extra_names) == ([], ())
     fill(targets, checkpoint)
@@ -204,6 +212,5 @@ def planned(
 def restored(state: dict[str, Any], checkpoint: Checkpoint, mesh: dict[str, int], rank: int = 0) -> dict[str, Any]:
     targets = planned(state, checkpoint, mesh, rank)
     assert not targets.difference_lines, targets.difference_lines
-    fill(targets, checkpoint)
-    targets.install()
+    finish(targets, checkpoint, strict=False)
     return state

@@ -12,24 +12,9 @@ from ckpt.trainer.state.state_walk import StateWalker
 from tests.trainer.restore.test_overwritten import refused
 
 
-def model_of(*parts: str) -> dict[str, Any]:
-    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for name in parts})
-    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sum(param.sum() for param in model.parameters()).backward()  # type: ignore[union-attr]
-    optim.step()
-    return {"model": model, "optim": optim}
-
-
 def mismatch(walkers: list[StateWalker], saved: rt.Checkpoint) -> str:
     """The differences that all ranks of these walkers name for a checkpoint."""
     return refused(walkers, saved).partition(": ")[2].partition(". Nothing")[0]
-
-
-def test_a_module_that_only_the_checkpoint_has_takes_one_line() -> None:
-    saved = rt.save(model_of("body", "head"))
-    assert mismatch([rt.walker_of(model_of("body"))], saved) == (
-        "only in the checkpoint: model.head.*, 4 tensors; only in the checkpoint: optim.state.head.*, 4 tensors"
-    )
 
 
 def test_an_object_and_its_tensors_take_one_line_and_a_lone_tensor_is_named_in_full() -> None:

@@ -190,8 +190,7 @@ def test_what_load_state_dict_makes_of_the_state_is_put_right() -> None:
 
 def test_what_it_adds_is_read_afresh_for_each_save_and_noticed_where_it_is_elsewhere() -> None:
     state = warm(steps=1)
-    walker = rt.walker_of(state)
-    walk = walker.walk()
+    walker, walk = rt.walked(state)
     assert not walker.has_changed(walk)
     state["optim"].count = 7
     assert not walker.has_changed(walk)
@@ -314,8 +313,7 @@ def test_a_rank_that_has_another_module_than_before_gets_none_of_the_former_ones
             state = made(stage, 0)
             targets = rt.planned(state, checkpoint, {"rank": 2}, rank, strict=False)
             assert bool(rt.named(targets, "missing")) == (stage != rank)
-            rt.fill(targets, checkpoint)
-            targets.install()
+            rt.finish(targets, checkpoint, strict=False)
             assert bool(state["optim"].state) == (stage == rank)
 
 

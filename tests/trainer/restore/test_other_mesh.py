@@ -13,6 +13,7 @@ import tests.trainer.roundtrip as rt
 from ckpt.errors import UsageError
 from ckpt.trainer.state.shard import Shard
 from ckpt.trainer.state.state_walk import StateWalker
+from tests.trainer.kinds import Holder
 
 
 def experts(world: int, numel: int = 2000) -> list[dict[str, Any]]:
@@ -219,8 +220,7 @@ def test_a_module_more_or_less_in_the_state_leaves_optimizer_state_where_it_belo
         saved, state = made(before, 1), made(now, 0)
         targets = rt.planned(state, rt.save(saved), {"rank": 1}, strict=False)
         assert {*rt.named(targets, "missing"), *targets.extra_names} <= {"ema", "ema.weight", "ema.bias"}
-        rt.fill(targets, rt.save(saved))
-        targets.install()
+        rt.finish(targets, rt.save(saved), strict=False)
         assert moments(state, state["model"].weight) == moments(saved, saved["model"].weight)
 
 
@@ -309,33 +309,22 @@ def test_what_got_another_name_on_each_rank_goes_wherever_that_name_is() -> None
             assert held[f"e{name}"].tolist() == [int(name) + 1.0] * 4
 
 
-class Position:
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 @pytest.mark.parametrize("holder", [0, 1])
 def test_an_object_that_one_rank_alone_has_is_found_where_the_others_have_none(holder: int) -> None:
-    checkpoint = rt.save_on({"pp": 2}, [{"sched": Position(7) if rank == holder else None} for rank in range(2)])
-    targets = rt.planned({"sched": Position(0)}, checkpoint, {"rank": 1})
+    checkpoint = rt.save_on({"pp": 2}, [{"sched": Holder(at=7) if rank == holder else None} for rank in range(2)])
+    targets = rt.planned({"sched": Holder(at=0)}, checkpoint, {"rank": 1})
     assert targets.first_rank_paths == ()
-    assert rt.restored({"sched": Position(0)}, checkpoint, {"rank": 1})["sched"].at == 7
+    assert rt.restored({"sched": Holder(at=0)}, checkpoint, {"rank": 1})["sched"].at == 7
     for rank in range(2):
-        there = rt.restored({"sched": Position(0) if rank == holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
+        there = rt.restored({"sched": Holder(at=0) if rank == holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
         assert (there.at if there is not None else None) == (7 if rank == holder else None)
-        moved = rt.restored({"sched": Position(0) if rank != holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
+        moved = rt.restored({"sched": Holder(at=0) if rank != holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
         assert (moved.at if moved is not None else None) == (7 if rank != holder else None)
     nowhere = rt.planned({"sched": None}, checkpoint, {"rank": 1})
     assert nowhere.extra_names == ("sched",), "it is not dropped without a word"
 
 
-class Loader(Position):
+class Loader(Holder):
     def __iter__(self) -> Any:
         return iter(())
 
@@ -344,11 +333,11 @@ class Loader(Position):
 
 
 def test_loaders_that_stood_elsewhere_on_ranks_that_count_as_one_are_a_difference() -> None:
-    apart = rt.save_on({"dp": 2, "tp": 2}, [{"loader": Loader(rank)} for rank in range(4)])
-    alike = rt.save_on({"dp": 2, "tp": 2}, [{"loader": Loader(rank // 2)} for rank in range(4)])
-    (line,) = rt.planned({"loader": Loader(0)}, apart, {"rank": 2}).difference_lines
+    apart = rt.save_on({"dp": 2, "tp": 2}, [{"loader": Loader(at=rank)} for rank in range(4)])
+    alike = rt.save_on({"dp": 2, "tp": 2}, [{"loader": Loader(at=rank // 2)} for rank in range(4)])
+    (line,) = rt.planned({"loader": Loader(at=0)}, apart, {"rank": 2}).difference_lines
     assert "count as one data-parallel rank" in line
-    assert rt.restored({"loader": Loader(9)}, alike, {"rank": 2}, 1)["loader"].at == 1
+    assert rt.restored({"loader": Loader(at=9)}, alike, {"rank": 2}, 1)["loader"].at == 1
 
 
 @pytest.mark.parametrize("axis", ["TP", "tensor_parallel", "Model_Parallel", "ulysses", "cp"])

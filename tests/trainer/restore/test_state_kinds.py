@@ -13,6 +13,7 @@ from torch import nn
 
 import tests.trainer.roundtrip as rt
 from ckpt.errors import StateMismatch, UsageError
+from tests.trainer.kinds import Holder
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -50,8 +51,7 @@ def check_goes_on(make: Make) -> None:
     """Saves after three steps, restores into fresh objects, and compares the next three steps bit for bit."""
     saved, fresh = job(make, 1), job(make, 2)
     train(saved, 3, seed=5)
-    walker = rt.walker_of(saved)
-    walk = walker.walk()
+    walker, walk = rt.walked(saved)
     assert not walker.has_changed(walk)
     checkpoint = rt.save(saved)
     rt.restore(fresh, checkpoint)
@@ -104,15 +104,9 @@ class Moody(torch.optim.SGD):
         return super().step(closure)
 
 
-class Clock:
+class Clock(Holder):
     def __init__(self) -> None:
-        self.ticks, self.sums = 0, torch.zeros(2)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"ticks": self.ticks, "sums": self.sums}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ticks, self.sums = state["ticks"], state["sums"]
+        super().__init__(ticks=0, sums=torch.zeros(2))
 
 
 class Clocked(torch.optim.SGD):
@@ -269,8 +263,7 @@ def quantised(seed: int, config: str = "Int8WeightOnlyConfig") -> dict[str, Any]
 def test_quantised_weights_come_back_in_place_bit_for_bit() -> None:
     saved, fresh = quantised(1), quantised(2)
     weight = fresh["model"][0].weight
-    walker = rt.walker_of(fresh)
-    walk = walker.walk()
+    walker, walk = rt.walked(fresh)
     assert any(name.startswith("model.0.weight.") for name in names_of(saved))
     rt.restore(fresh, rt.save(saved))
     rt.assert_same_state(saved, fresh)

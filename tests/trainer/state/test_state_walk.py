@@ -27,7 +27,7 @@ from ckpt.trainer.state.state_walk import StateWalker
 from ckpt.trainer.state.tensor_hashes import hash_replicas
 from ckpt.types import SMALL_BYTES, Box
 from tests.conftest import SEED
-from tests.trainer.kinds import WITHOUT_STORAGE, Wrapping
+from tests.trainer.kinds import WITHOUT_STORAGE, Holder, Wrapping
 
 
 def names(state: dict[str, Any]) -> list[str]:
@@ -242,8 +242,7 @@ def test_tensors_without_storage_are_refused_by_name_wherever_they_are(kind: str
 @pytest.mark.parametrize("kind", WITHOUT_STORAGE)
 def test_a_tensor_that_has_lost_its_storage_is_noticed(kind: str) -> None:
     state = {"x": torch.ones(3)}
-    walker = rt.walker_of(state)
-    walk = walker.walk()
+    walker, walk = rt.walked(state)
     state["x"] = WITHOUT_STORAGE[kind]()
     assert walker.has_changed(walk)
 
@@ -274,7 +273,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "another parameter": lambda s: setattr(s["model"], "extra", nn.Parameter(torch.zeros(3))),
     "another name": lambda s: s["model"].spare._parameters.update(b=s["model"].spare._parameters.pop("bias")),
     "a key more": lambda s: s.update(more=1),
-    "another object": lambda s: s.update(object=Holder()),
+    "another object": lambda s: s.update(object=Holder(tensor=torch.ones(2), count=0)),
     "a tensor more in data": lambda s: s["data"]["list"].append(torch.ones(1)),
     "a tensor for a value": lambda s: s["data"].update(n=torch.ones(1)),
     "an object for a value": lambda s: s["data"].update(n=nn.Linear(1, 1)),
@@ -301,18 +300,6 @@ def _values(state: dict[str, Any]) -> None:
     state["data"]["list"][0].add_(1)
 
 
-class Holder:
-    def __init__(self) -> None:
-        self.tensor = torch.ones(2)
-        self.count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tensor": self.tensor, "count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-
 class Scaled(nn.Linear):
     def __init__(self, scale: torch.Tensor | None) -> None:
         super().__init__(1, 1)
@@ -334,7 +321,7 @@ def watched() -> dict[str, Any]:
     state["model"].extra = nn.Parameter(torch.ones(3))
     state["model"].spare = nn.Linear(4, 4)
     state["data"] = {"list": [torch.ones(2)], "n": 1}
-    state["object"] = Holder()
+    state["object"] = Holder(tensor=torch.ones(2), count=0)
     state["model"](torch.randn(3, 4)).sum().backward()
     state["optim"] = torch.optim.Adam(state["model"][:2].parameters())
     state["optim"].step()
@@ -352,8 +339,7 @@ def watched() -> dict[str, Any]:
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_structure_or_storage_is_noticed(change: str) -> None:
     state = watched()
-    walker = rt.walker_of(state)
-    walk = walker.walk()
+    walker, walk = rt.walked(state)
     assert not walker.has_changed(walk)
     CHANGES[change](state)
     assert walker.has_changed(walk)
@@ -366,8 +352,7 @@ def test_a_change_of_structure_or_storage_is_noticed(change: str) -> None:
 )
 def test_values_refer_to_no_tensor_that_an_object_gives_only_when_it_is_asked_again(change: str) -> None:
     state = watched()
-    walker = rt.walker_of(state)
-    walk = walker.walk()
+    walker, walk = rt.walked(state)
     assert not walker.has_changed(walk)
     before = values.encode(walker.values(walk)[0])
     assert not walker.has_changed(walk)
@@ -380,8 +365,7 @@ def test_other_strides_of_what_was_not_contiguous_are_noticed() -> None:
     memory = torch.arange(16.0)
     model = nn.Module()
     model.part = nn.Parameter(memory.as_strided((2, 2), (4, 1)))
-    walker = rt.walker_of({"model": model})
-    walk = walker.walk()
+    walker, walk = rt.walked({"model": model})
     assert not walker.has_changed(walk)
     model.part.data = memory.as_strided((2, 2), (5, 1))
     assert walker.has_changed(walk)
@@ -391,8 +375,7 @@ def test_other_strides_of_what_was_not_contiguous_are_noticed() -> None:
 @pytest.mark.parametrize("change", [lambda state: trained(state, 2), _values], ids=["training", "values"])
 def test_training_and_values_change_no_structure(change: Any) -> None:
     state = watched()
-    walker = rt.walker_of(state)
-    walk = walker.walk()
+    walker, walk = rt.walked(state)
     change(state)
     assert not walker.has_changed(walk)
 
@@ -414,8 +397,7 @@ def test_state_that_appears_after_the_first_step_is_noticed(kind: Any, touched: 
     optim = kind(model.parameters(), lr=0.1)
     for parameter in model.parameters() if touched else ():
         optim.state[parameter].get("exp_avg")  # reading leaves an empty dict, which the first step fills
-    walker = rt.walker_of({"model": model, "optim": optim})
-    walk = walker.walk()
+    walker, walk = rt.walked({"model": model, "optim": optim})
     stepped(model, optim)
     assert walker.has_changed(walk)
 
@@ -434,8 +416,7 @@ def test_a_new_walk_lets_go_of_the_old_state() -> None:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_values_are_read_afresh_at_each_save() -> None:
     state = watched()
-    walker = rt.walker_of(state)
-    walk = walker.walk()
+    walker, walk = rt.walked(state)
     _values(state)
     assert not walker.has_changed(walk)
     shared, _ = walker.values(walk)
@@ -450,8 +431,7 @@ def test_values_among_the_state_of_an_optimizer_are_read_afresh_and_change_no_st
     model = net()
     optim = torch.optim.LBFGS(model.parameters(), max_iter=1, history_size=1)
     stepped(model, optim)
-    walker = rt.walker_of({"model": model, "optim": optim})
-    walk = walker.walk()
+    walker, walk = rt.walked({"model": model, "optim": optim})
     stepped(model, optim)
     walker.has_changed(walk)
     payload = walker.values(walk)[0]["objects"]["optim"]
@@ -493,8 +473,7 @@ def test_a_loader_belongs_to_the_rank_and_is_asked_only_for_a_save() -> None:
         def load_state_dict(self, state: Any) -> None: ...
 
     loader = Loader()
-    walker = rt.walker_of({"loader": loader})
-    walk = walker.walk()
+    walker, walk = rt.walked({"loader": loader})
     assert not walker.has_changed(walk)
     assert walker.values(walk, positions=False)[1]["loaders"] == {}
     assert loader.asked == 0
