@@ -20,8 +20,6 @@ from ckpt.trainer.link.slots import Plan, RankSlot, Slots, StateOffer
 from ckpt.types import Epoch, Identity, Version
 from tests.trainer.snapshots import FRAME_BYTES, walk_of
 
-HERE = (0, 1, "rank=0")
-
 
 def offer_of(named: Mapping[str, torch.Tensor]) -> StateOffer:
     return StateOffer(walk_of(named).layout, b"", Version(1), 100)
@@ -30,27 +28,9 @@ def offer_of(named: Mapping[str, torch.Tensor]) -> StateOffer:
 ONE, TWO = offer_of({"w": torch.zeros(300)}), offer_of({"w": torch.zeros(300), "more": torch.zeros(3)})
 
 
-def planned(offer: StateOffer, division: str) -> Message:
-    """The agent's word."""
-    fields = {"t": "staging-plan", "division": division, "frame_bytes": FRAME_BYTES}
-    return Message(fields, [], [encode_layout(offer.layout), encode_share(whole_share(offer.layout))])
-
-
-def closed() -> Message:
-    """Of slot 0."""
-    return Message({"t": "close-arena", "slot": 0}, [], [])
-
-
-def granted(division: str, arena: Arena | None = None) -> Message:
-    """Of slot 0."""
-    return Message(
-        {"t": "grant-arena", "slot": 0, "division": division}, [os.dup(arena.fd)] if arena is not None else []
-    )
-
-
 class Made:
-    """What a link would make. `bound`: for which divisions, in that order. `unbound`: which memory, in that order.
-    `told`: the agent."""
+    """What a link would make, and an agent, which plans for ONE and gives slot 0. `bound`: for which divisions, in that
+    order. `unbound`: which memory, in that order. `told`: the agent."""
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
@@ -78,6 +58,24 @@ class Made:
         slot.release(self)
         self.told.append((kind, fields["division"]))
 
+    def plan(self, division: str) -> None:
+        fields = {"t": "staging-plan", "division": division, "frame_bytes": FRAME_BYTES}
+        blobs = [encode_layout(ONE.layout), encode_share(whole_share(ONE.layout))]
+        self.slots.on_staging_plan(Message(fields, [], blobs), 0, 1, "rank=0")
+
+    def grant(self, division: str, arena: Arena | None = None) -> None:
+        fds = [os.dup(arena.fd)] if arena is not None else []
+        self.slots.on_grant_arena(Message({"t": "grant-arena", "slot": 0, "division": division}, fds))
+
+    def take_back(self) -> None:
+        self.slots.on_close_arena(Message({"t": "close-arena", "slot": 0}, [], []))
+
+    def divide(self, division: str, arena: Arena | None = None) -> None:
+        """All of it: the slot is warm afterwards, if it can be."""
+        self.plan(division)
+        self.grant(division, arena)
+        self.settle()
+
     def settle(self) -> None:
         self.tasks.submit(lambda: None).result(60)
 
@@ -97,9 +95,7 @@ def made() -> Iterator[Made]:
 def ready(made: Made) -> RankSlot:
     """Slot 0, which is warm."""
     made.slots.offer(ONE)
-    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
-    made.slots.on_grant_arena(granted("a", made.arena))
-    made.settle()
+    made.divide("a", made.arena)
     return made.slots.by_number[0]
 
 
@@ -109,9 +105,7 @@ def test_a_slot_is_warm_once_its_arena_is_bound_for_the_plan_that_it_was_granted
     slot = made.slots.by_number[0]
     assert slot.plan is not None
     assert slot.plan.offered_layout is ONE.layout
-    made.slots.on_staging_plan(planned(ONE, "b"), *HERE)
-    made.slots.on_grant_arena(granted("b"))
-    made.settle()
+    made.divide("b")
     assert made.told == [("arena-warm", "a"), ("arena-warm", "b")]
     assert made.slots.by_number[0] is slot
 
@@ -122,9 +116,7 @@ def test_a_slot_that_is_granted_again_for_the_same_keeps_what_it_holds_by_now(ma
     held = Identity(Epoch(1, "0" * 16), Version(5))
     made.slots.offer(ONE)
     for arena in (made.arena, None):
-        made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
-        made.slots.on_grant_arena(granted("a", arena))
-        made.settle()
+        made.divide("a", arena)
         if arena is not None:
             made.arena.seal(held, 0, 1, 1200, made.slots.by_number[0].declaration_place, b"", b"", b"")
     assert made.told == [("arena-warm", "a")] * 2
@@ -133,9 +125,7 @@ def test_a_slot_that_is_granted_again_for_the_same_keeps_what_it_holds_by_now(ma
 
 def test_a_plan_for_a_structure_that_is_gone_makes_nothing_ready(made: Made) -> None:
     made.slots.offer(TWO)
-    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
-    made.slots.on_grant_arena(granted("a", made.arena))
-    made.settle()
+    made.divide("a", made.arena)
     assert (made.bound, made.told) == ([], [])
     assert made.slots.by_number[0].plan is None
 
@@ -145,14 +135,13 @@ def test_what_was_warm_is_not_any_more(made: Made, how: str) -> None:
     ready(made)
     made.slots.offer(TWO) if how == "another offer" else made.slots.forget_plan()
     assert made.slots.by_number[0].plan is None
-    made.slots.on_grant_arena(granted("a"))
+    made.grant("a")
     made.settle()
     assert made.told == [("arena-warm", "a")], "of a division that is over"
 
 
 def test_an_offer_that_comes_while_an_arena_is_bound_leaves_it_unready(made: Made) -> None:
     made.slots.offer(ONE)
-    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
     bind = made.slots._bind
 
     def meanwhile(number: int, plan: Plan, data: memoryview) -> None:
@@ -160,8 +149,7 @@ def test_an_offer_that_comes_while_an_arena_is_bound_leaves_it_unready(made: Mad
         made.slots.offer(TWO)
 
     made.slots._bind = meanwhile
-    made.slots.on_grant_arena(granted("a", made.arena))
-    made.settle()
+    made.divide("a", made.arena)
     assert (made.bound, made.told) == (["a"], [])
     assert made.slots.by_number[0].plan is None
 
@@ -180,10 +168,10 @@ def test_an_arena_that_cannot_be_made_ready_is_said_and_held_by_nobody(made: Mad
 def test_a_slot_that_is_not_in_use_any_more_is_let_go_of_at_once(made: Made) -> None:
     slot = ready(made)
     memory = slot.arena.view.obj
-    made.slots.on_close_arena(closed())
+    made.take_back()
     assert (made.slots.by_number, made.unbound, slot.arena.fd) == ({}, [memory], -1)
     assert not slot.hold(made), "no snapshot can begin in it"
-    made.slots.on_close_arena(closed())
+    made.take_back()
     assert made.unbound == [memory], "there is none"
 
 
@@ -192,8 +180,8 @@ def test_a_slot_into_which_a_snapshot_is_on_its_way_is_let_go_of_behind_that(mad
     slot = ready(made)
     memory = slot.arena.view.obj
     assert slot.hold("a snapshot")
-    made.slots.on_close_arena(closed())
-    made.slots.on_grant_arena(granted("a", made.arena))
+    made.take_back()
+    made.grant("a", made.arena)
     made.settle()
     again = made.slots.by_number[0]
     assert (made.unbound, made.told) == ([], [("arena-warm", "a")] * 2)
@@ -209,8 +197,8 @@ def test_a_slot_into_which_a_snapshot_is_on_its_way_is_made_ready_for_another_di
     slot = ready(made)
     assert slot.hold("a snapshot")
     former, before = slot.plan, bytes(slot.arena.view)
-    made.slots.on_staging_plan(planned(ONE, "b"), *HERE)
-    made.slots.on_grant_arena(granted("b"))
+    made.plan("b")
+    made.grant("b")
     threading.Event().wait(0.3)
     assert (slot.plan, bytes(slot.arena.view)) == (former, before)
     slot.release("a snapshot")
@@ -221,9 +209,9 @@ def test_a_slot_into_which_a_snapshot_is_on_its_way_is_made_ready_for_another_di
 def test_what_is_being_made_ready_for_a_slot_that_is_let_go_of_ends(made: Made) -> None:
     slot = ready(made)
     assert slot.hold("a snapshot")
-    made.slots.on_staging_plan(planned(ONE, "b"), *HERE)
-    made.slots.on_grant_arena(granted("b"))
-    made.slots.on_close_arena(closed())
+    made.plan("b")
+    made.grant("b")
+    made.take_back()
     made.settle()
     assert made.told == [("arena-warm", "a")]
     slot.release("a snapshot")
@@ -235,7 +223,7 @@ def test_an_arena_that_takes_the_place_of_one_that_is_still_being_bound_is_bound
     made.tasks.close()
     made.tasks = made.slots._tasks = Tasks("slots", pool_size=2)
     made.slots.offer(ONE)
-    made.slots.on_staging_plan(planned(ONE, "a"), *HERE)
+    made.plan("a")
     binding, go_on, told, views = threading.Event(), threading.Event(), threading.Event(), list[object]()
 
     def bind(number: int, plan: Plan, view: memoryview) -> None:
@@ -249,11 +237,11 @@ def test_an_arena_that_takes_the_place_of_one_that_is_still_being_bound_is_bound
         told.set()
 
     made.slots._bind, made.slots._notify = bind, tell
-    made.slots.on_grant_arena(granted("a", made.arena))
+    made.grant("a", made.arena)
     assert binding.wait(60)
     former = made.slots.by_number[0].arena.view.obj
-    made.slots.on_close_arena(closed())
-    made.slots.on_grant_arena(granted("a", made.arena))
+    made.take_back()
+    made.grant("a", made.arena)
     latter = made.slots.by_number[0].arena.view.obj
     is_early = told.wait(0.2)
     go_on.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,11 @@ import ckpt
 from ckpt.trainer.state.loaders import find_inexactness, find_position, read_loader_state
 from tests.checkpointer.loops import wait_agent_gone
 from tests.checkpointer.runs import Seen
+from tests.trainer.state.test_loaders import BATCH, CUTS, PER_EPOCH, SAMPLES, STEPS, endless, own
 
 accelerate = pytest.importorskip("accelerate.data_loader")
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
-
-SAMPLES = list(range(40))
-BATCH, PER_EPOCH, STEPS = 8, 5, 13
-
-
-def own() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
 
 
 def prepared(loader: DataLoader[Any], stateful: bool = True, **options: Any) -> Any:
@@ -53,11 +47,6 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-def endless(batches: Any) -> Iterator[Any]:
-    while True:
-        yield from batches
-
-
 def restarted(make: Callable[[], Any], *cuts: int) -> list[list[int]]:
     """The samples of each step of a run that is restarted behind each of these steps."""
     torch.manual_seed(1)
@@ -78,7 +67,7 @@ def restarted(make: Callable[[], Any], *cuts: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_said_of_an_accelerate_loader_is_what_a_restart_does_to_it(kind: str) -> None:
     make = KINDS[kind]
-    found = [restarted(make, cut) for cut in (3, 5, 7)]
+    found = [restarted(make, cut) for cut in CUTS]
     whole = all(sorted(chain(*run[at : at + PER_EPOCH])) == SAMPLES for run in found for at in (0, PER_EPOCH))
     assert ("repeats some samples" in find_inexactness(make())) == (not whole)
     if not find_inexactness(make()).count("sampler"):
@@ -100,7 +89,7 @@ def test_with_its_epoch_from_the_state_accelerates_sampler_goes_on() -> None:
                     return found, epoch, read_loader_state(made)
 
     undisturbed, _, _ = start(0, STEPS)
-    for cut in (3, 5, 7):
+    for cut in CUTS:
         before, epoch, state = start(0, cut)
         assert before + start(epoch, STEPS - cut, state)[0] == undisturbed
 

@@ -90,13 +90,13 @@ def test_a_compiled_step_counts_and_has_ended() -> None:
         assert (updates.pending_updates, updates.torn_reason) == (3, "")
 
 
+def fail() -> float:
+    raise RuntimeError("out of memory")
+
+
 def test_what_an_exception_has_left_of_a_step_is_not_mended_by_whole_ones() -> None:
     model = torch.nn.Linear(2, 2)
     optim = sgd(*model.parameters())
-
-    def fail() -> float:
-        raise RuntimeError("out of memory")
-
     with counted(model) as updates:
         with pytest.raises(RuntimeError, match="out of memory"):
             optim.step(fail)
@@ -108,9 +108,6 @@ def test_what_an_exception_has_left_of_a_step_is_not_mended_by_whole_ones() -> N
 
 
 def test_a_step_of_another_optimizer_that_fails_is_none_of_ours() -> None:
-    def fail() -> float:
-        raise RuntimeError
-
     with counted(torch.nn.Linear(2, 2)) as updates:
         with pytest.raises(RuntimeError):
             sgd(torch.nn.Parameter(torch.ones(2))).step(fail)
