@@ -18,7 +18,7 @@ from ckpt.layout.division import find_agreed
 from ckpt.layout.layout import SEGMENT, STAGED_FRAME, Part, Staging
 from ckpt.layout.reshard import Want
 from ckpt.types import FRAME_BYTES_MAX, FRAMES_MAX, Box
-from tests.layout.jobs import Rank, Snapshot, blob, fetch, random_array, random_ranks, random_state, take
+from tests.layout.jobs import Rank, Snapshot, blob, fetch, random_array, random_ranks, random_state, region, take
 
 RNG = random.Random(7)
 
@@ -32,19 +32,8 @@ def ranks_of(world: int, *names: str, size: int = 40, dtype: str = "uint8") -> l
 
 def sharded(name: str, shape: tuple[int, ...], *boxes_by_rank: list[Box]) -> list[Rank]:
     array = random_array(RNG, "uint8", shape)
-    return [
-        Rank(
-            f"rank={r}",
-            {
-                (name, ""): (
-                    "uint8",
-                    shape,
-                    [(b, array[tuple(slice(o, o + n) for o, n in zip(b.offset, b.shape, strict=True))]) for b in boxes],
-                )
-            },
-        )
-        for r, boxes in enumerate(boxes_by_rank)
-    ]
+    held = [[(box, array[region(box)]) for box in boxes] for boxes in boxes_by_rank]
+    return [Rank(f"rank={r}", {(name, ""): ("uint8", shape, boxes)}) for r, boxes in enumerate(held)]
 
 
 def data_specs(assembled) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -86,14 +86,6 @@ def test_what_is_not_agreed_is_staged_whole_by_each_rank_that_has_it():
     assert all(part.entry != 2 for part in whole_share(both))
 
 
-def test_a_box_is_divided_among_exactly_those_who_declare_it(seed):
-    rng = random.Random(seed)
-    everything = random_layout(rng, 60)
-    layouts = [Layout(tuple(e for e in everything.entries if rng.random() < 0.6)) for _ in range(5)]
-    shares = divide(layouts, keys(*layouts), FRAME)
-    staged_once(layouts, shares)
-
-
 def test_what_a_rank_must_stage_alone_counts_when_the_rest_is_divided():
     common = [entry(f"c{i}", 10_000) for i in range(10)]
     layouts = [layout(*common, entry("mine", 40_000, owner="rank=0")), layout(*common), layout(*common)]

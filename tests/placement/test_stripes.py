@@ -52,15 +52,6 @@ def test_members_without_data_take_parity_first():
     assert keeps(found, 5) == [0, 0, 0, 15 * CUT, 15 * CUT]
 
 
-def test_no_parity_where_the_rooms_do_not_suffice_or_nobody_is_left_to_keep_it():
-    assert plan_stripes([CUT] * 3, [0] * 3, 1) is None
-    assert plan_stripes([CUT], [AMPLE], 1) is None
-    assert plan_stripes([CUT, CUT], [AMPLE] * 2, 2) is None
-    assert plan_stripes([8 * CUT] * 3, [4 * CUT] * 3, 1) is not None
-    assert plan_stripes([8 * CUT] * 3, [4 * CUT, 4 * CUT, 4 * CUT - 1], 1) is None
-    assert plan_stripes([0, 0], [0, 0], 1) == ()
-
-
 def test_what_is_no_number_of_bytes_is_refused():
     for sizes, rooms, parity in (([-1], [0], 1), ([1], [], 1), ([1, 1], [1, 1], 3), ([1, 1], [1, 1], 0)):
         with pytest.raises(UsageError):

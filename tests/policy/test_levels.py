@@ -66,11 +66,6 @@ def test_the_tabulated_overheads_come_out(m, tau, k_tau, k, closed, once):
     assert overhead_of(m, interval, k) == pytest.approx(once, rel=0.02)
 
 
-def test_the_optimum_is_flat_in_the_number_of_snapshots_to_a_commit():
-    swept = [overhead_of(NODES16, 152, k) for k in (1, 2, 4, 8, 16, 32)]
-    assert swept == pytest.approx([0.058895, 0.051610, 0.049386, 0.051120, 0.057727, 0.072706], abs=6e-7)
-
-
 def test_losses_of_nodes_cost_their_own_recovery_and_the_replication_lag():
     m = replace(NODES16, local_rate=0.4 / HOUR, peer_rate=0.2 / HOUR, peer_recovery_s=70, replication_s=20)
     alike = replace(NODES16, local_rate=0.6 / HOUR, local_recovery_s=(0.4 * 54 + 0.2 * (70 + 20)) / 0.6)
