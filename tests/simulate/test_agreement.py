@@ -6,11 +6,14 @@ in 400; seeds are fixed, so a test that passes once passes always.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from ckpt.policy import Every, LevelCosts, exact, overhead, overhead_of, predicted_waste, young
+from ckpt.policy import Every, exact, overhead, overhead_of, predicted_waste, young
 from ckpt.simulate.engine import simulate
 from ckpt.simulate.scenario import LocalLevel, NoticeModel, PeerLevel, Scenario, StoreLevel
+from tests.policy.test_levels import measured
 from tests.simulate.made import (
     FAST,
     HOUR,
@@ -27,19 +30,20 @@ SIGMAS = 3.0
 RUNS = 10
 
 
-def one_level(interval_s: float, stall_s: float, recovery_s: float) -> Scenario:
-    """Memory alone; an interval is 100 steps."""
-    return Scenario(
-        nodes=2,
-        step_s=interval_s / 100,
-        state_bytes=STATE,
-        detect_s=0.0,
-        gang_start_s=recovery_s,
-        local=LocalLevel(stall_s=stall_s, restore_bytes_s=FAST),
-        peers=None,
-        store=None,
-        policy=Every(steps=100),
-    )
+def job(interval_s: float, stall_s: float, recovery_s: float, **more: Any) -> Scenario:
+    """Memory alone, where `more` does not say otherwise; an interval is 100 steps."""
+    made = {
+        "nodes": 2,
+        "step_s": interval_s / 100,
+        "state_bytes": STATE,
+        "detect_s": 0.0,
+        "gang_start_s": recovery_s,
+        "local": LocalLevel(stall_s=stall_s, restore_bytes_s=FAST),
+        "peers": None,
+        "store": None,
+        "policy": Every(steps=100),
+    }
+    return Scenario(**(made | more))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,7 @@ def one_level(interval_s: float, stall_s: float, recovery_s: float) -> Scenario:
 @pytest.mark.parametrize("best", [exact, young])
 def test_one_level_loses_what_dalys_complete_model_says(stall_s, mtbf_s, recovery_s, best):
     interval_s = best(stall_s, mtbf_s)
-    made = one_level(interval_s, stall_s, recovery_s)
+    made = job(interval_s, stall_s, recovery_s)
     found = [simulate(made, poisson_crashes(seed, 400 * mtbf_s, mtbf_s)).overhead for seed in range(RUNS)]
     mean, error = mean_and_error(found)
     assert mean == pytest.approx(overhead(interval_s, stall_s, mtbf_s, recovery_s), abs=SIGMAS * error)
@@ -70,34 +74,16 @@ def memory_and_store(case: Case, nodes: int = 4) -> tuple[Scenario, float]:
     """The scenario, and the overhead by the closed form."""
     (stall_s, commit_stall_s, slowdown, commit_s), rates, (memory_s, store_s), (interval_s, k) = case
     share = STATE / nodes
-    made = Scenario(
-        nodes=nodes,
-        step_s=interval_s / 100,
-        state_bytes=STATE,
-        detect_s=0.0,
-        gang_start_s=memory_s,
-        local=LocalLevel(stall_s=stall_s, restore_bytes_s=FAST),
-        peers=PeerLevel(link_bytes_s=FAST),
-        store=StoreLevel(
-            write_bytes_s=share / commit_s if commit_s else share / commit_stall_s,
-            read_bytes_s=share / (store_s - memory_s),
-            slowdown=slowdown,
-            stall_s=commit_stall_s if commit_s else 0.0,
-            synchronous=not commit_s,
-        ),
-        policy=Every(steps=100),
-        commit_every=k,
-    )
-    costs = LevelCosts(
-        snapshot_stall_s=stall_s,
-        commit_stall_s=commit_stall_s,
-        commit_s=commit_s,
+    store = StoreLevel(
+        write_bytes_s=share / commit_s if commit_s else share / commit_stall_s,
+        read_bytes_s=share / (store_s - memory_s),
         slowdown=slowdown,
-        local_rate=rates[0] / HOUR,
-        store_rate=rates[1] / HOUR,
-        local_recovery_s=memory_s,
-        store_recovery_s=store_s,
+        stall_s=commit_stall_s if commit_s else 0.0,
+        synchronous=not commit_s,
     )
+    peers = PeerLevel(link_bytes_s=FAST)
+    made = job(interval_s, stall_s, memory_s, nodes=nodes, peers=peers, store=store, commit_every=k)
+    costs = measured(stall_s, commit_stall_s, slowdown, commit_s, *rates, memory_s, store_s)
     return made, overhead_of(costs, interval_s, k)
 
 
@@ -125,19 +111,11 @@ PREDICTIONS = [(10.0, 0.0, 1.0, 379.5), (10.0, 0.85, 0.82, 979.4), (10.0, 0.7, 0
 def test_notices_save_what_the_model_of_predictions_says(stall_s, recall, precision, interval_s):
     mtbf_s, recovery_s = 7200.0, 60.0
     false_h = HOUR * recall / mtbf_s * (1 - precision) / precision / 2  # of each of two nodes
-    made = Scenario(
-        nodes=2,
-        step_s=0.5,
-        state_bytes=STATE,
-        detect_s=0.0,
-        gang_start_s=recovery_s,
-        local=LocalLevel(stall_s=stall_s, restore_bytes_s=FAST),
-        peers=PeerLevel(link_bytes_s=FAST),
-        store=None,
-        # By the clock, as the model: the next interval begins after a snapshot that a notice caused.
-        policy=Every(seconds=interval_s + stall_s),
-        notices=NoticeModel(recall, 60.0, False, false_h, stall_s / precision if recall else 0.0, certain=False),
-    )
+    notices = NoticeModel(recall, 60.0, False, false_h, stall_s / precision if recall else 0.0, certain=False)
+    # By the clock, as the model: the next interval begins after a snapshot that a notice caused.
+    by_clock = Every(seconds=interval_s + stall_s)
+    peers = PeerLevel(link_bytes_s=FAST)
+    made = job(50.0, stall_s, recovery_s, peers=peers, policy=by_clock, notices=notices)
     wastes = []
     for seed in range(RUNS):
         outcome = simulate(made, announced_losses(seed, 400, mtbf_s, recovery_s), seed)
@@ -151,17 +129,8 @@ def test_notices_save_what_the_model_of_predictions_says(stall_s, recall, precis
 
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_without_failures_only_the_stalls_are_lost(synchronous):
-    made = Scenario(
-        nodes=2,
-        step_s=1.0,
-        state_bytes=STATE,
-        work_steps=10_000,
-        gang_start_s=60.0,
-        local=LocalLevel(stall_s=3.0),
-        store=StoreLevel(write_bytes_s=STATE / 2 / 40, slowdown=0.0 if synchronous else 0.25, synchronous=synchronous),
-        policy=Every(steps=100),
-        commit_every=2,
-    )
+    store = StoreLevel(write_bytes_s=STATE / 2 / 40, slowdown=0.0 if synchronous else 0.25, synchronous=synchronous)
+    made = job(100.0, 3.0, 60.0, peers=PeerLevel(), store=store, work_steps=10_000, commit_every=2)
     outcome = run(made, trace(2, span_s=1e6))
     # No snapshot follows the last step. The 40 s of a commit stop training, or cost a quarter of them.
     commits = 49
