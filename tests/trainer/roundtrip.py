@@ -81,7 +81,7 @@ def walked(state: dict[str, Any]) -> tuple[StateWalker, Walk]:
 
 def raw(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor, read row-major."""
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

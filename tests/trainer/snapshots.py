@@ -23,6 +23,7 @@ from ckpt.trainer.snapshot.pending_copy import Snapshot
 from ckpt.trainer.snapshot.snapshot import Snapshotter
 from ckpt.trainer.state.pieces import CopyPiece, split_piece
 from ckpt.types import Box
+from tests.trainer.roundtrip import raw
 
 FRAME_BYTES = 1 << 16
 LARGE = (160, 128)  # float32: 80 KiB, more than DEFERRED_BYTES_MIN, two frames
@@ -187,10 +188,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def raw(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class TearingCopier(CpuCopier):

@@ -133,9 +133,6 @@ class Around(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         return self.inner.step(closure)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
 

@@ -32,6 +32,7 @@ from ckpt.trainer.snapshot.pending_copy import Snapshot
 from ckpt.trainer.state.pieces import cut_pieces
 from ckpt.trainer.state.shard import storage_addresses
 from tests.trainer.kinds import WITHOUT_STORAGE
+from tests.trainer.roundtrip import raw
 from tests.trainer.snapshots import (
     FRAME_BYTES,
     LARGE,
@@ -40,7 +41,6 @@ from tests.trainer.snapshots import (
     TearingCopier,
     TearingTicket,
     one_thread,
-    raw,
     rig,
     train_on,
     walk_of,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ckpt.trainer.snapshot.deferred_copy import DEFERRED_BYTES_MIN, PROOFS_NEEDED
+from tests.trainer.roundtrip import raw
 from tests.trainer.snapshot.test_snapshot import odd_state
-from tests.trainer.snapshots import TearingCopier, raw, rig
+from tests.trainer.snapshots import TearingCopier, rig
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
