@@ -81,17 +81,6 @@ def test_a_hyperparameter_that_has_become_several_numbers_comes_back_as_these() 
     assert other["optim"].param_groups[0]["weights"].tolist() == [0.25, 0.5]
 
 
-def test_parameters_are_matched_by_name_not_by_their_number() -> None:
-    saved, other = job(OPTIMIZERS["adamw"], 1), job(OPTIMIZERS["adamw"], 2)
-    train(saved["model"], saved["optim"], 2)
-    other["optim"] = torch.optim.AdamW([p for p in reversed(list(other["model"].parameters())) if p.requires_grad])
-    other["sched"] = torch.optim.lr_scheduler.MultiStepLR(other["optim"], [1])
-    rt.restore(other, rt.save(saved))
-    for (_, a), (_, b) in zip(saved["model"].named_parameters(), other["model"].named_parameters(), strict=True):
-        for name, value in saved["optim"].state.get(a, {}).items():
-            assert torch.equal(other["optim"].state[b][name], value)
-
-
 # ------------------------------------------------------------------------- optimizers with a state_dict() of their own
 
 
