@@ -47,11 +47,12 @@ class Way:
         self._world, self._delay_s = world, delay_s
         self._last_s = world.now_s
 
-    def send(self, deliver: Callable[[], None]) -> None:
+    def send(self, deliver: Callable[[], None], owner: Any = None) -> None:
+        """It arrives unless the owner, if there is one, is dead by then."""
         world = self._world
-        at_s = max(self._last_s, world.now_s + world.rng.expovariate(1 / self._delay_s))
-        self._last_s = at_s
-        world.at(at_s - world.now_s, deliver)
+        self._last_s = max(self._last_s, world.now_s + world.rng.expovariate(1 / self._delay_s))
+        with world.owned_by(owner):
+            world.at(self._last_s - world.now_s, deliver)
 
 
 class Fabric:
@@ -164,10 +165,9 @@ class AgentProcess:
         self.over = self.closed = False
         self.lost: list[SimPeer] = []
         self.pid = fabric.pid()
-        before, self.world.owner = self.world.owner, self
-        self.server = SimServer(self)
-        self.node = make(self) if make is not None else self._make_node()
-        self.world.owner = before
+        with self.world.owned_by(self):
+            self.server = SimServer(self)
+            self.node = make(self) if make is not None else self._make_node()
         self._wakes = 0
         self.happens(lambda: None)
 
@@ -186,9 +186,8 @@ class AgentProcess:
         return made
 
     def happens(self, what: Callable[[], None], delay_s: float = 0.0) -> None:
-        before, self.world.owner = self.world.owner, self
-        self.world.at(delay_s, lambda: self.turn(what))
-        self.world.owner = before
+        with self.world.owned_by(self):
+            self.world.at(delay_s, lambda: self.turn(what))
 
     def turn(self, what: Callable[[], None]) -> None:
         """What happens to it, and what follows."""
@@ -290,25 +289,18 @@ class SimPeer(Peer):
     def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
         if self.is_open:
             message = self._fabric.carry(fields, fds, blobs)
-            self._say(lambda: self._far.arrived(message))
+            self._way.send(lambda: self._far.arrived(message))
 
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._say(lambda: self._far.ended("it closed the connection"))
+            self._way.send(lambda: self._far.ended("it closed the connection"))
 
     def watch_death(self) -> None:
         pass
 
     def unwatch_death(self) -> None:
         pass
-
-    def _say(self, what: Callable[[], None]) -> None:
-        """It arrives also where the agent is gone by then."""
-        world = self._fabric.world
-        before, world.owner = world.owner, None
-        self._way.send(what)
-        world.owner = before
 
 
 class SimConnection(client.Connection):
@@ -335,12 +327,12 @@ class SimConnection(client.Connection):
         if self._is_closed:
             raise AgentError("the agent is gone")
         agent, message = self.agent, self.agent.fabric.carry(fields, fds, blobs)
-        self._say(lambda: agent.turn(lambda: self._handle(message)))
+        self._way.send(lambda: agent.turn(lambda: self._handle(message)), agent)
 
     def close(self) -> None:
         if not self._is_closed:
-            self._is_closed = True
-            self._say(lambda: self.agent.turn(lambda: self.agent.server.disconnect_peer(self._peer)))
+            self._is_closed, agent = True, self.agent
+            self._way.send(lambda: agent.turn(lambda: agent.server.disconnect_peer(self._peer)), agent)
             self._fail_pending()
 
     def died(self) -> None:
@@ -352,13 +344,7 @@ class SimConnection(client.Connection):
             agent.node.peer_died(peer)
             agent.server.disconnect_peer(peer)
 
-        self._say(lambda: agent.turn(seen))
-
-    def _say(self, what: Callable[[], None]) -> None:
-        world = self.agent.world
-        before, world.owner = world.owner, self.agent
-        self._way.send(what)
-        world.owner = before
+        self._way.send(lambda: agent.turn(seen), agent)
 
     # -- at the agent
 
@@ -519,16 +505,11 @@ class SimChannel:
             self._fabric.channels.remove(self)
 
     def _say(self, what: Callable[[], None]) -> None:
-        world = self._fabric.world
-        before, world.owner = world.owner, None
         self._way.send(what)
-        world.owner = before
 
     def _arrived(self, message: messages.Message) -> None:
-        world = self.agent.world
-        world.owner = self.agent
-        self.agent.turn(lambda: self._handle(message))
-        world.owner = None
+        with self.agent.world.owned_by(self.agent):
+            self.agent.turn(lambda: self._handle(message))
 
     def _handle(self, message: messages.Message) -> None:
         if not self.is_open:

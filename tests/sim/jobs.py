@@ -287,9 +287,8 @@ class SimJob:
         seconds up to each poll; none: there is no evaluation."""
         world = self.fabric.world
         for rank in self.ranks:
-            world.owner = rank
-            world.spawn(f"rank {rank.rank}", lambda rank=rank: self._live(rank, steps, pace, polls_s))
-            world.owner = None
+            with world.owned_by(rank):
+                world.spawn(f"rank {rank.rank}", lambda rank=rank: self._live(rank, steps, pace, polls_s))
 
     def die(self, within_s: float) -> None:
         """All of its processes."""

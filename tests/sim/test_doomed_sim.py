@@ -24,7 +24,7 @@ from ckpt.ipc.notice_sources import Sources
 from ckpt.preemption.notice import Notice
 from ckpt.settings import Settings
 from ckpt.types import Identity
-from tests.sim.jobs import SimJob, SimRank
+from tests.sim.jobs import SimRank
 from tests.sim.test_notices_sim import LONG_S, SCHEDULES, Life, lived
 from tests.sim.world import BEGIN_S, EPOCH_S, World, each_life
 
@@ -74,11 +74,7 @@ class Doomed(Life):
     def run(self) -> Counter[str]:
         seen: Counter[str] = Counter()
         self.plan()
-        job = self.job = SimJob(self.fabric, self.spread, self.key, self.options)
-        for rank in job.ranks:
-            rank.on_hold = self._holds
-            rank.notices = self.heard(rank)
-        job.start(round(self.trains_s / self.step_s), self.pace, self.polls_s)
+        job = self.launch()
         self.world.run(lambda: all(rank.over for rank in job.ranks), LONG_S)
         assert len({each for each in job.left.values() if each[0]}) <= 1, f"not at one step: {job.left}"
         self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)

@@ -45,9 +45,8 @@ class Evaluated(Doomed):
 
     def polls_s(self, rank: SimRank) -> list[float]:
         if rank.step + 1 == self.before and not self.notices:
-            owner, self.world.owner = self.world.owner, None
-            self._evaluates()
-            self.world.owner = owner
+            with self.world.owned_by(None):
+                self._evaluates()
         return [self.takes[rank.node] * each_s for each_s in super().polls_s(rank)]
 
     def _evaluates(self) -> None:

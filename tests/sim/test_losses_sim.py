@@ -92,11 +92,15 @@ class Life:
             self.refuses = False
             seen["allowed"] += 1
         self.world.run(lambda: job.is_over, LONG_S)
+        self.until_all_have_ended()
+        return seen
+
+    def until_all_have_ended(self) -> None:
+        """Each agent by itself, but for the memory-only node's, which is told to."""
         if LENDER in self.fabric.agents:
             self.fabric.agents[LENDER].server.is_end_requested = True
             self.fabric.agents[LENDER].happens(lambda: None)
         self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
-        return seen
 
     def ends(self, job: SimJob, number: int, seen: Counter[str]) -> None:
         """What becomes of every start but the last."""

@@ -135,12 +135,11 @@ class Life:
         """A rank does, or is told the verdict, or asks to leave."""
         if what == "holds":
             self.held_s = self.held_s or self.world.now_s
-        owner, self.world.owner = self.world.owner, None
         for each in [each for each in self.on_hold if each[0] == what]:
             self.on_hold.remove(each)
-            self.world.at(self.rng.choice((0.0, self.rng.expovariate(1 / self.fabric.link_delay_s))), each[1])
+            with self.world.owned_by(None):
+                self.world.at(self.rng.choice((0.0, self.rng.expovariate(1 / self.fabric.link_delay_s))), each[1])
             self.broke_s = self.world.now_s
-        self.world.owner = owner
 
     def _kill(self) -> None:
         self.fabric.kill(self.rng.choice((self.spread[0], *self.nodes)))
@@ -194,14 +193,18 @@ class Life:
     def check(self, committed: list[Identity]) -> None:
         """Once all is over. `committed`: what a restart would go on from."""
 
-    def _start(self, seen: Counter[str]) -> SimJob:
-        began_s = self.world.now_s
+    def launch(self) -> SimJob:
         job = self.job = SimJob(self.fabric, self.spread, self.key, self.options)
         for rank in job.ranks:
             rank.on_hold = self._holds
             rank.notices = self.heard(rank)
         self.held_s = 0.0
         job.start(round(self.trains_s / self.step_s), self.pace, self.polls_s)
+        return job
+
+    def _start(self, seen: Counter[str]) -> SimJob:
+        began_s = self.world.now_s
+        job = self.launch()
         self.world.run(lambda: job.is_over, LONG_S)
         outcomes = set(job.left.values())
         assert len(outcomes) == 1, f"some leave and some do not, or at another step: {job.left}"

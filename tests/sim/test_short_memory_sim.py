@@ -188,10 +188,7 @@ class Short(Life):
         assert not job.is_over, f"it has not come to have all its copies, or kept what is older: {self._why(job)}"
         self._squeeze(job, seen)
         job.die(0.1)
-        if LENDER in self.fabric.agents:
-            self.fabric.agents[LENDER].server.is_end_requested = True
-            self.fabric.agents[LENDER].happens(lambda: None)
-        self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
+        self.until_all_have_ended()
         return seen
 
     def _squeeze(self, job: SimJob, seen: Counter[str]) -> None:

@@ -112,6 +112,15 @@ class World:
 
     # -- what happens
 
+    @contextlib.contextmanager
+    def owned_by(self, owner: Any) -> Iterator[None]:
+        """What is done within is done for that one."""
+        before, self.owner = self.owner, owner
+        try:
+            yield
+        finally:
+            self.owner = before
+
     def at(self, delay_s: float, what: Callable[[], None]) -> None:
         """Runs it then, on the loop; in order where the times are the same. Not at all once its owner is dead."""
         heapq.heappush(self._events, (self.now_s + max(0.0, delay_s), next(self._numbers), self.owner, what))
@@ -130,11 +139,8 @@ class World:
             self.happened += 1
             if owner in self.dead:
                 continue
-            self.owner = owner
-            try:
+            with self.owned_by(owner):
                 what()
-            finally:
-                self.owner = None
             if self.mistakes:
                 raise AssertionError("\n".join(self.mistakes))
 
@@ -199,9 +205,8 @@ class World:
             if turn.waits == number and turn.waiting and not turn.told:
                 turn.told = True
                 count -= 1
-                owner, self.owner = self.owner, turn.owner
-                self.at(self.rng.uniform(0.0, WAKE_S), lambda turn=turn, number=number: self._wake(turn, number))
-                self.owner = owner
+                with self.owned_by(turn.owner):
+                    self.at(self.rng.uniform(0.0, WAKE_S), lambda turn=turn, number=number: self._wake(turn, number))
         if not waiting:
             self._waiting.pop(id(condition), None)
 
@@ -214,10 +219,9 @@ class World:
             self._let_go(turn)
 
     def _let_go(self, turn: Turn) -> None:
-        owner, self.owner = self.owner, turn.owner
-        turn.go.release()
-        self.back.acquire()
-        self.owner = owner
+        with self.owned_by(turn.owner):
+            turn.go.release()
+            self.back.acquire()
 
     def _who_waits(self) -> str:
         frames, said = sys._current_frames(), list(self.mistakes)
