@@ -114,6 +114,15 @@ def a_run(url: Path | str) -> list[Identity]:
     return [*saved, save(url, second, 40)]
 
 
+def flip_a_bit(folder: Path) -> Path:
+    """The last pack of that folder, in which one bit is another one now."""
+    pack = sorted(folder.rglob("*.pack"))[-1]
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    return pack
+
+
 @dataclass(frozen=True)
 class Said:
     code: int
@@ -138,6 +147,10 @@ def run_ckpt(*words: object) -> Said:
     finally:
         sys.argv = former
     return Said(int(code), out.getvalue(), err.getvalue())
+
+
+def listed_steps(url: Path | str, *words: object) -> list[int]:
+    return [row["step"] for row in run_ckpt("ls", url, *words, "--json").json["checkpoints"]]
 
 
 def ckpt(_: pytest.MonkeyPatch, *words: object) -> Said:

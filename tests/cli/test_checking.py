@@ -14,16 +14,8 @@ from ckpt.store.commit import Committer
 from ckpt.store.prune import Pruner
 from ckpt.store.run import Run
 from ckpt.types import Identity, Version
-from tests.cli.stores import a_run, arrays, begin, opened, run_ckpt, save
+from tests.cli.stores import a_run, arrays, begin, flip_a_bit, opened, run_ckpt, save
 from tests.store.build import floats, snapshot
-
-
-def _flip_a_bit(folder: Path) -> Path:
-    pack = sorted(folder.rglob("*.pack"))[-1]
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.write_bytes(data)
-    return pack
 
 
 def test_verify_finds_a_good_run_good(tmp_path: Path) -> None:
@@ -37,7 +29,7 @@ def test_verify_finds_a_good_run_good(tmp_path: Path) -> None:
 
 def test_verify_names_a_flipped_bit(tmp_path: Path) -> None:
     a_run(tmp_path)
-    pack = _flip_a_bit(tmp_path)
+    pack = flip_a_bit(tmp_path)
     said = run_ckpt("verify", tmp_path, "--json")
     assert said.code == 1
     assert said.json["good"] is False

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.cli.exits import Exit
-from tests.cli.stores import a_run, begin, opened, run_ckpt, save
+from tests.cli.stores import a_run, begin, flip_a_bit, listed_steps, opened, run_ckpt, save
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -28,9 +28,7 @@ def test_by_default_the_line_is_copied_and_restores(tmp_path: Path) -> None:
     assert body["copied"] == [str(saved[n]) for n in (0, 1, 3)]
     assert body["bytes"] > 0
     assert run_ckpt("verify", tmp_path / "b").code == 0
-    assert [row["step"] for row in run_ckpt("ls", tmp_path / "b", "--all", "--json").json["checkpoints"]] == [
-        *(10, 20, 40)
-    ]
+    assert listed_steps(tmp_path / "b", "--all") == [10, 20, 40]
     assert run_ckpt("diff", tmp_path / "a", "40", "40", "--other", tmp_path / "b").code == 0
 
 
@@ -38,7 +36,7 @@ def test_one_checkpoint_is_copied_with_all_that_it_refers_to(tmp_path: Path) -> 
     saved = a_run(tmp_path / "a")
     said = run_ckpt("cp", tmp_path / "a", tmp_path / "b", "--step", saved[2])  # on a branch
     assert said.code == 0, said.err
-    assert [row["step"] for row in run_ckpt("ls", tmp_path / "b", "--json").json["checkpoints"]] == [30]
+    assert listed_steps(tmp_path / "b") == [30]
     assert run_ckpt("verify", tmp_path / "b").code == 0
     assert "1 checkpoint there already: 30" in run_ckpt("cp", tmp_path / "a", tmp_path / "b", "--step", saved[2]).out
     assert run_ckpt("cp", tmp_path / "a", tmp_path / "b", "--all").code == 0
@@ -65,14 +63,11 @@ def test_a_copy_that_was_broken_off_goes_on(broken: str, tmp_path: Path) -> None
 
 def test_what_is_damaged_is_not_copied_and_what_is_older_is(tmp_path: Path) -> None:
     saved = a_run(tmp_path / "a")
-    (pack,) = (tmp_path / "a" / "data" / str(saved[3])).rglob("*.pack")
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.write_bytes(data)
+    pack = flip_a_bit(tmp_path / "a" / "data" / str(saved[3]))
     said = run_ckpt("cp", tmp_path / "a", tmp_path / "b")
     assert said.code == Exit.DIFFERENT
     assert pack.name in said.err
-    assert [row["step"] for row in run_ckpt("ls", tmp_path / "b", "--json").json["checkpoints"]] == [10, 20]
+    assert listed_steps(tmp_path / "b") == [10, 20]
     assert not list((tmp_path / "b" / "data").glob(f"{saved[3]}/**/*.pack"))
 
 

@@ -10,15 +10,11 @@ import pytest
 
 import ckpt as ckpt_package
 from ckpt.cli.exits import Exit
-from tests.cli.stores import a_run, begin, run_ckpt, save
+from tests.cli.stores import a_run, begin, flip_a_bit, listed_steps, run_ckpt, save
 
 
 def _files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
-def _steps(url: Path) -> list[int]:
-    return [row["step"] for row in run_ckpt("ls", url, "--json").json["checkpoints"]]
 
 
 def test_prune_without_yes_changes_nothing(tmp_path: Path) -> None:
@@ -40,7 +36,7 @@ def test_prune_with_yes_retires_what_the_rules_let_go(tmp_path: Path) -> None:
     body = run_ckpt("prune", tmp_path, "--last", "1", "--every", "20", "--yes", "--json").json
     assert body["retire"] == [str(saved[0])]
     assert body["done"] is True
-    assert _steps(tmp_path) == [20, 40]
+    assert listed_steps(tmp_path) == [20, 40]
     assert run_ckpt("verify", tmp_path).code == 0
 
 
@@ -75,17 +71,14 @@ def test_prune_now_makes_room_on_a_disk_that_has_none(small_disk: Path) -> None:
     said = run_ckpt(*words)
     assert (said.code, "add --now" in said.err) == (Exit.STORAGE, True)
     assert run_ckpt(*words, "--now").code == 0
-    assert _steps(small_disk / "run") == [40]
+    assert listed_steps(small_disk / "run") == [40]
     assert run_ckpt("verify", small_disk / "run").code == 0
     assert os.statvfs(small_disk).f_bavail > 0
 
 
 def test_prune_lets_nothing_go_where_the_newest_is_damaged(tmp_path: Path) -> None:
     saved = a_run(tmp_path)
-    (pack, *_) = (tmp_path / "data" / str(saved[-1])).rglob("*.pack")
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.write_bytes(data)
+    flip_a_bit(tmp_path / "data" / str(saved[-1]))
     before = _files(tmp_path)
     said = run_ckpt("prune", tmp_path, "--last", "1", "--yes")
     assert said.code == Exit.DIFFERENT
@@ -93,7 +86,7 @@ def test_prune_lets_nothing_go_where_the_newest_is_damaged(tmp_path: Path) -> No
     assert "Nothing was retired" in said.err
     assert _files(tmp_path) == before
     assert run_ckpt("prune", tmp_path, "--last", "1", "--yes", "--no-check").code == 0
-    assert _steps(tmp_path) == [40]
+    assert listed_steps(tmp_path) == [40]
 
 
 def test_prune_leaves_what_lies_beside_the_run_and_does_not_stumble_over_it(tmp_path: Path) -> None:
@@ -134,7 +127,7 @@ def test_a_branch_moves_the_line_and_deletes_nothing(tmp_path: Path) -> None:
     said = run_ckpt("branch", tmp_path, "--at", "20", "--json")
     assert said.code == 0
     assert said.json["parent"] == str(saved[1])
-    assert _steps(tmp_path) == [10, 20]
+    assert listed_steps(tmp_path) == [10, 20]
     assert _files(tmp_path) >= before
     found = run_ckpt("ls", tmp_path, "--all", "--json").json["checkpoints"]
     assert [(row["step"], row["where"]) for row in found] == [
@@ -144,7 +137,7 @@ def test_a_branch_moves_the_line_and_deletes_nothing(tmp_path: Path) -> None:
         (40, "branch"),
     ]
     assert "step 30" in run_ckpt("branch", tmp_path, "--at", saved[2]).out  # from a branch, by its identity
-    assert _steps(tmp_path) == [10, 20, 30]
+    assert listed_steps(tmp_path) == [10, 20, 30]
 
 
 @pytest.mark.parametrize("words", [["branch", "--at", "10"], ["prune", "--last", "1", "--yes"]])

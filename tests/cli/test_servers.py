@@ -9,7 +9,7 @@ from ckpt.store.keys import pack_key
 from ckpt.types import Epoch, Identity, Version
 from tests import servers
 from tests.checkpointer.loops import make, wait_agent_gone
-from tests.cli.stores import a_run, opened, run_ckpt
+from tests.cli.stores import a_run, listed_steps, opened, run_ckpt
 from tests.servers import Server, start_upload
 
 URL = "s3://bucket/runs/one"
@@ -60,7 +60,7 @@ def test_prune_ends_uploads_that_nobody_will_finish_and_only_those_of_the_run(mo
         assert run_ckpt("prune", URL, "--yes").code == 0
         assert unfinished(URL) == 0
         assert unfinished("s3://bucket/runs/other") == 1
-        assert [row["step"] for row in run_ckpt("ls", URL, "--json").json["checkpoints"]] == [10, 20, 40]
+        assert listed_steps(URL) == [10, 20, 40]
 
 
 def test_prune_of_a_run_that_has_the_whole_bucket_leaves_what_others_upload_there(

@@ -26,14 +26,13 @@ from ckpt.errors import AccessDenied, DamagedData, NotFound, RunInUse, StorageEr
 from ckpt.policy.save_options import Keep
 from ckpt.storage import open as open_store
 from ckpt.storage.names import TEMPORARY_PREFIX
-from ckpt.store.commit import Committer
 from ckpt.store.lease import Lease
 from ckpt.store.lineage import Claim
 from ckpt.store.prune import Pruner
 from ckpt.store.run import Run
 from tests.servers import free_port, program, running
 from tests.storage import tiny
-from tests.store.build import epoch, floats, identity, snapshot
+from tests.store.build import begun, commit, epoch, floats, identity, snapshot
 from tests.store.test_run import Beating
 
 
@@ -262,8 +261,7 @@ def test_a_folder_that_is_not_there_or_goes_meanwhile_has_nothing(
 def test_a_prune_that_cannot_list_the_commits_retires_nothing(failing: type[FailingFileSystem], tmp_path: Path) -> None:
     store = open_fsspec(f"fsspec+failing://{tmp_path}")
     run = Run(store)
-    snap = snapshot({"w": floats(4)})
-    Committer(store, "w").commit(identity(1, 10), snap.manifest, snap.frame, check=lambda: None)
+    commit(store, 10, snapshot({"w": floats(4)}))
     run.close_epoch(epoch(1), "test")
     failing.failure, failing.step = OSError("Socket is closed"), "list commits"
     with pytest.raises(StorageError):
@@ -434,11 +432,9 @@ def test_a_modification_time_is_read_however_it_is_told(
 
 def test_where_no_time_is_told_nothing_is_ever_old(tmp_path: Path) -> None:
     store = open_fsspec(f"fsspec+timeless://{tmp_path}")
-    run = Run(store)
-    run.put_claim(Claim(epoch(1), None))
+    run = begun(store)
     for step in (10, 20):
-        snap = snapshot({"w": floats(8, 8, seed=step)})
-        Committer(store, "w1", "raw").commit(identity(1, step), snap.manifest, snap.frame, check=lambda: None)
+        commit(store, step, snapshot({"w": floats(8, 8, seed=step)}))
     (tmp_path / "data" / f"{TEMPORARY_PREFIX}writing").write_text("half")
     pruner = Pruner(run, epoch(1), grace_s=0.0)
     with Lease(store, [identity(1, 10)], refresh_s=0.001):
