@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,15 @@ def handler_of(number: signal.Signals, handler: object) -> Iterator[None]:
         signal.signal(number, before)
 
 
+@contextlib.contextmanager
+def consuming(*numbers: signal.Signals, **given: Any) -> Iterator[Signals]:
+    """These signals come within, and are consumed, so that they are not delivered again."""
+    with Signals(**given) as signals:
+        yield signals
+        for number in numbers:
+            signals.consume(number)
+
+
 def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
@@ -57,37 +67,33 @@ def run(body: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("number", [TERM, USR1])
 def test_a_signal_becomes_one_certain_notice_with_its_lead(number: signal.Signals) -> None:
-    with Signals({TERM: 30.0, USR1: 90.0}) as signals:
-        with listening(signals) as (_, told, has_told):
-            before_s = time.time()
-            send(number)
-            assert has_told.wait(60)
-            after_s = time.time()
-        signals.consume(number)
+    leads_s = {TERM: 30.0, USR1: 90.0}
+    with consuming(number, leads_s=leads_s) as signals, listening(signals) as (_, told, has_told):
+        before_s = time.time()
+        send(number)
+        assert has_told.wait(60)
+        after_s = time.time()
     (notice,) = told
     assert (notice.source, notice.certain, notice.key) == ("signal", True, number.name)
-    lead_s = {TERM: 30.0, USR1: 90.0}[number]
+    lead_s = leads_s[number]
     assert before_s + lead_s <= notice.deadline_s <= after_s + lead_s
 
 
 def test_the_same_signal_again_is_no_second_notice_and_the_other_is() -> None:
-    with Signals() as signals:
-        with listening(signals) as (_, told, has_told):
-            for _ in range(3):
-                send(TERM)
-            assert has_told.wait(60)
-            has_told.clear()
-            send(USR1)
-            assert has_told.wait(60)
-        signals.consume(TERM)
-        signals.consume(USR1)
+    with consuming(TERM, USR1) as signals, listening(signals) as (_, told, has_told):
+        for _ in range(3):
+            send(TERM)
+        assert has_told.wait(60)
+        has_told.clear()
+        send(USR1)
+        assert has_told.wait(60)
     assert [word.key for word in told] == ["SIGTERM", "SIGUSR1"]
 
 
 def test_a_clock_that_is_set_makes_no_two_requests_of_one_that_came_twice() -> None:
     """The second would end the process at once, with nothing saved."""
     unix_s, stop, has_told, again = [1e9], threading.Event(), threading.Event(), list[signal.Signals]()
-    with Signals(now_s=lambda: unix_s[0]) as signals, Tasks("listener") as tasks:
+    with consuming(TERM, USR1, now_s=lambda: unix_s[0]) as signals, Tasks("listener") as tasks:
         tasks.start("listen", lambda: signals.listen(stop, lambda word: has_told.set(), again.append))
         send(TERM)
         assert has_told.wait(60)
@@ -97,8 +103,6 @@ def test_a_clock_that_is_set_makes_no_two_requests_of_one_that_came_twice() -> N
         send(USR1)
         assert has_told.wait(60)
         stop.set()
-        signals.consume(TERM)
-        signals.consume(USR1)
     assert again == []
 
 
@@ -112,7 +116,7 @@ def test_a_handler_that_runs_late_makes_no_second_request(monkeypatch: pytest.Mo
         again.append(number)
         insisted.set()
 
-    with Signals() as signals, Tasks("listener") as tasks:
+    with consuming(TERM, USR1) as signals, Tasks("listener") as tasks:
         tasks.start("listen", lambda: signals.listen(stop, lambda word: has_told.set(), came_again))
         for number in (TERM, USR1):  # the second is told after all that the first has written
             send(number)
@@ -122,17 +126,14 @@ def test_a_handler_that_runs_late_makes_no_second_request(monkeypatch: pytest.Mo
         send(TERM)
         has_insisted = insisted.wait(60)
         stop.set()
-        signals.consume(TERM)
-        signals.consume(USR1)
     assert (once, has_insisted, again) == ([], True, [TERM])
 
 
 def test_a_signal_that_came_before_anybody_listened_is_told() -> None:
-    with Signals() as signals:
+    with consuming(TERM) as signals:
         send(TERM)
         with listening(signals) as (_, told, has_told):
             assert has_told.wait(60)
-        signals.consume(TERM)
     assert [word.key for word in told] == ["SIGTERM"]
 
 
@@ -181,13 +182,11 @@ def test_the_handler_that_was_there_is_called_with_its_arguments_and_put_back() 
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
-    with handler_of(USR1, signal.SIG_IGN), Signals() as signals:
+    with handler_of(USR1, signal.SIG_IGN), consuming(TERM) as signals, listening(signals) as (_, told, has_told):
         assert signal.getsignal(USR1) is signal.SIG_IGN
-        with listening(signals) as (_, told, has_told):
-            send(USR1)
-            send(TERM)
-            assert has_told.wait(60)
-        signals.consume(TERM)
+        send(USR1)
+        send(TERM)
+        assert has_told.wait(60)
     assert [word.key for word in told] == ["SIGTERM"]
 
 
@@ -243,11 +242,9 @@ def test_who_was_to_be_woken_before_is_woken_as_well_and_again_after() -> None:
     os.set_blocking(read, False)
     signal.set_wakeup_fd(write)
     try:
-        with Signals() as signals:
-            with listening(signals) as (_, _told, has_told):
-                send(TERM)
-                assert has_told.wait(60)
-            signals.consume(TERM)
+        with consuming(TERM) as signals, listening(signals) as (_, _told, has_told):
+            send(TERM)
+            assert has_told.wait(60)
         assert set(os.read(read, 100)) == {TERM}
         assert signal.set_wakeup_fd(write) == write
     finally:

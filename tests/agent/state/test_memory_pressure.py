@@ -75,6 +75,15 @@ def test_all_there_is_counts_within_our_control_groups_limit(tmp_path: Path) -> 
     assert memory_plan.total_bytes(text, tmp_path) == 3 * GIB
 
 
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that are free, of 50 GiB."""
+    found = [0]
+    monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda: found[0])
+    return found
+
+
 class Former:
     """A job of an earlier start, as far as its memory is concerned."""
 
@@ -107,11 +116,9 @@ class Node:
 
 
 def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+    free: list[int],
 ) -> None:
-    free = [49 * GIB]
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
-    monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
+    free[0] = 49 * GIB
     agent = Node([Former(ONE), Former(TWO)])
     agent.replicas.arenas._spare_arenas.append(Arena.create(1 << 20))
     assert agent.look(100.0) == 100.0 + PERIOD_S
@@ -134,11 +141,9 @@ def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and
 
 
 def test_a_node_that_follows_gives_back_copies_of_earlier_starts_before_its_own_part_and_keeps_what_is_gone_on_from(
-    monkeypatch: pytest.MonkeyPatch,
+    free: list[int],
 ) -> None:
-    monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
-    free = [GIB - 1]
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda: free[0])
+    free[0] = GIB - 1
     parent, older, failed = Identity(TWO, Version(9)), Identity(ONE, Version(5)), Identity(TWO, Version(12))
     agent = Node([], NewestStart(THREE, parent))
     for epoch in (ONE, TWO, THREE):
@@ -161,9 +166,7 @@ def test_a_node_that_follows_gives_back_copies_of_earlier_starts_before_its_own_
     agent.replicas.close()
 
 
-def test_a_start_that_asks_what_lies_here_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda: 0)
+def test_a_start_that_asks_what_lies_here_finds_it(free: list[int]) -> None:
     agent = Node([], NewestStart(TWO, Identity(ONE, Version(9))))
     agent.replicas.add_rebuilt((Identity(ONE, Version(5)), 0), Arena.create(1 << 20))
     agent.memory.inventory_lease.take_lease("a", TWO)
@@ -213,11 +216,9 @@ def test_a_node_keeps_its_part_of_what_is_safe_until_something_newer_is_though_t
 
 
 def test_neither_for_want_of_room_nor_of_memory_does_what_is_safe_go_for_what_a_start_went_on_from(
-    monkeypatch: pytest.MonkeyPatch,
+    free: list[int],
 ) -> None:
     """That lies on one node each, and is gone with any of them."""
-    monkeypatch.setattr(memory_plan, "total_bytes", lambda: 50 * GIB)
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda: 0)
     parent, safe, older = (Identity(TWO, Version(step)) for step in (15, 10, 5))
     agent = Node([])
     agent.replicas.announced_replicated = safe
