@@ -92,7 +92,6 @@ def test_not_without_the_users_word_the_last_commit_and_a_standing_event_nor_by_
     if why == "not stored":
         driver.group.commits.stop()
         driver.decide()
-    driver.group.leave_requests.record_close()
-    driver.decide()
+    driver.close()
     assert not driver.acknowledged()
     assert not driver.group.exit_report.heeds_notices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,9 @@ class Loop:
     def post_event(self, event: Event) -> None:
         self.post(lambda: self.events.append(event))
 
+    def listen_to(self, word: Path) -> None:
+        self.listening.listen_to(Sources("given", file=str(word)))
+
     def run(self, count: int = 1) -> None:
         with self._came:
             assert self._came.wait_for(lambda: len(self.posted) >= count, 20)
@@ -92,13 +96,23 @@ class Loop:
             what()
 
 
-def test_a_source_is_listened_to_until_the_job_is_gone_and_then_forgotten(tmp_path: Path) -> None:
-    loop = Loop()
-    word = tmp_path / "word"
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.listening.close()
+
+
+@pytest.fixture
+def word(tmp_path: Path) -> Path:
+    """The file that is a notice."""
+    return tmp_path / "word"
+
+
+def test_a_source_is_listened_to_until_the_job_is_gone_and_then_forgotten(loop: Loop, word: Path) -> None:
     word.touch()
-    sources = Sources("given", file=str(word))
-    loop.listening.listen_to(sources)
-    loop.listening.listen_to(sources)  # no second thread
+    loop.listen_to(word)
+    loop.listen_to(word)  # no second thread
     loop.run()
     (told,) = loop.told
     assert isinstance(told, Notice)
@@ -107,32 +121,26 @@ def test_a_source_is_listened_to_until_the_job_is_gone_and_then_forgotten(tmp_pa
     loop.run()
     assert isinstance(loop.told[1], Withdrawn)
     assert not loop.listening.standing_notices
-    loop.listening.close()
 
 
-def test_what_counts_from_when_it_was_seen_counts_on_for_the_job_that_comes_next(tmp_path: Path) -> None:
-    loop = Loop()
-    word = tmp_path / "word"
+def test_what_counts_from_when_it_was_seen_counts_on_for_the_job_that_comes_next(loop: Loop, word: Path) -> None:
     word.touch()
-    sources = Sources("given", file=str(word))
     for _ in range(2):
-        loop.listening.listen_to(sources)
+        loop.listen_to(word)
         loop.run()
         loop.listening.stop()
     first, again = loop.told
     assert isinstance(first, Notice)
     assert isinstance(again, Notice)
     assert again.deadline_s == first.deadline_s
-    loop.listening.close()
 
 
-def test_what_a_job_has_left_by_is_not_left_by_again_until_it_is_taken_back_or_put_off(tmp_path: Path) -> None:
-    loop, word = Loop(), tmp_path / "word"
+def test_what_a_job_has_left_by_is_not_left_by_again_until_it_is_taken_back_or_put_off(loop: Loop, word: Path) -> None:
     word.write_text("+100")
     name = ("file", str(word))
 
     def heard() -> ExitTiming:
-        loop.listening.listen_to(Sources("given", file=str(word)))
+        loop.listen_to(word)
         loop.run()
         assert [when for _, when in loop.listening.list_notices()] == loop.whens[-1:]
         return loop.whens[-1]
@@ -155,16 +163,14 @@ def test_what_a_job_has_left_by_is_not_left_by_again_until_it_is_taken_back_or_p
     loop.listening.stop()
     loop.listening.restore_notice(found, ExitTiming.NOT_AGAIN)
     assert heard() is ExitTiming.NOT_AGAIN, "a former agent knew of it"
-    loop.listening.close()
 
 
-def test_what_has_passed_when_it_is_told_first_is_ahead_for_a_moment_and_then_no_news(tmp_path: Path) -> None:
-    loop, word, came_s = Loop(), tmp_path / "word", time.time()
+def test_what_has_passed_when_it_is_told_first_is_ahead_for_a_moment_and_then_no_news(loop: Loop, word: Path) -> None:
+    came_s = time.time()
     word.write_text(f"{came_s - 1000:.0f}")
-    sources = Sources("given", file=str(word))
 
     def heard() -> tuple[float, ExitTiming]:
-        loop.listening.listen_to(sources)
+        loop.listen_to(word)
         loop.run()
         ((found, when),) = loop.listening.list_notices()
         assert (found, when) == (loop.told[-1], loop.whens[-1])
@@ -180,37 +186,30 @@ def test_what_has_passed_when_it_is_told_first_is_ahead_for_a_moment_and_then_no
     assert heard() == (-1, ExitTiming.NOT_AGAIN)
     word.write_text(f"{came_s + 1000:.0f}")
     assert heard()[1] is ExitTiming.IN_TIME, "there is time again"
-    loop.listening.close()
 
 
-def test_what_a_job_has_left_by_is_remembered_for_a_while_after_the_machine_was_to_go(tmp_path: Path) -> None:
-    loop, word = Loop(), tmp_path / "word"
+def test_what_a_job_has_left_by_is_remembered_for_a_while_after_the_machine_was_to_go(loop: Loop, word: Path) -> None:
     word.write_text("+100")
-    loop.listening.listen_to(Sources("given", file=str(word)))
+    loop.listen_to(word)
     loop.run()
     (found,) = loop.listening.standing_notices.values()
     assert loop.listening.repeat_notice_s(found.deadline_s - 5) == 0
     loop.listening.record_exit("file", str(word))
     at_s = (found.deadline_s - 5, found.deadline_s, found.deadline_s + OUTLIVES_S + 1)
     assert [loop.listening.repeat_notice_s(now_s) for now_s in at_s] == [OUTLIVES_S + 5, OUTLIVES_S, 0]
-    loop.listening.close()
 
 
-def test_what_a_stopped_listener_still_tells_is_not_heard(tmp_path: Path) -> None:
-    loop = Loop()
-    (tmp_path / "word").touch()
-    loop.listening.listen_to(Sources("given", file=str(tmp_path / "word")))
+def test_what_a_stopped_listener_still_tells_is_not_heard(loop: Loop, word: Path) -> None:
+    word.touch()
+    loop.listen_to(word)
     with loop._came:
         assert loop._came.wait_for(lambda: loop.posted, 20)
     loop.listening.listen_to(Sources())
     loop.run()
     assert not loop.told
-    loop.listening.close()
 
 
-def test_an_address_that_is_none_is_told_and_nothing_else_fails(tmp_path: Path) -> None:
-    loop = Loop()
-    word = tmp_path / "word"
+def test_an_address_that_is_none_is_told_and_nothing_else_fails(loop: Loop, word: Path) -> None:
     word.touch()
     named = (("AWS_EC2_METADATA_SERVICE_ENDPOINT", "ftp://nowhere"),)
     loop.listening.listen_to(Sources("given", named, slurm_job="none", file=str(word)))
@@ -220,12 +219,9 @@ def test_an_address_that_is_none_is_told_and_nothing_else_fails(tmp_path: Path) 
     assert [event.data for event in loop.events] == [{"source": "aws"}, {"source": "slurm"}]
     assert all(event.loud for event in loop.events)
     assert list(loop.listening.standing_notices) == [("file", str(word))]
-    loop.listening.close()
 
 
-def test_without_a_word_from_the_job_nothing_is_listened_to() -> None:
-    loop = Loop()
+def test_without_a_word_from_the_job_nothing_is_listened_to(loop: Loop) -> None:
     before = threading.active_count()
     loop.listening.listen_to(Sources())
     assert threading.active_count() == before
-    loop.listening.close()

@@ -51,6 +51,12 @@ class Warned(Driver):
         self.now_s += 1.0
         self.commit()
 
+    def measure(self) -> None:
+        """It is known what a save and what a step take."""
+        self.save_once()
+        for _ in range(2):
+            self.train(2.0)
+
     def take(self, ranks: range | None = None) -> Any:
         word = self.word()
         self.steps = [word.step + 1] * self.world
@@ -71,10 +77,10 @@ class Warned(Driver):
         return word
 
     def outcomes(self) -> list[dict[str, Any]]:
-        return [action.body for action in self.said if isinstance(action, do.WriteOutcome)]
+        return [action.body for action in self.all_of(do.WriteOutcome)]
 
     def ends(self) -> list[dict[str, Any]]:
-        return [a.body for a in self.said if isinstance(a, do.NotifyRanks) and a.body["t"] == "end-process"]
+        return [a.body for a in self.all_of(do.NotifyRanks) if a.body["t"] == "end-process"]
 
     def is_hold(self) -> bool:
         word = self.word()
@@ -103,9 +109,7 @@ def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() ->
 def test_an_evaluation_without_polls_makes_nobody_leave_that_has_time_once_it_is_over(ends_s: float) -> None:
     """Until then it may go on for as long again, or for longer."""
     driver = Polling()
-    driver.save_once()
-    for _ in range(2):
-        driver.train(2.0)
+    driver.measure()
     driver.warn(3600.0)
     began_s = driver.now_s
     driver.evaluate(600.0, polls=0)
@@ -151,17 +155,13 @@ def test_they_leave_at_the_end_of_the_step_they_are_in_if_the_word_can_be_there_
     in_step_s: float | None, beyond: int
 ) -> None:
     driver = Warned()  # 100 ms a step
-    driver.save_once()
-    driver.train(2.0)
-    driver.train(2.0)
+    driver.measure()
     assert leaves_at(driver, in_step_s) == beyond
 
 
 def test_and_further_ahead_where_words_were_late() -> None:
     driver = Warned(every=10)
-    driver.save_once()
-    driver.train(2.0)
-    driver.train(2.0)
+    driver.measure()
     word = driver.word()
     driver.group.save_attempts.record_miss(1, word.attempt_number, "late")
     driver.decide()
@@ -203,7 +203,7 @@ def test_one_that_is_uncertain_costs_one_checkpoint_and_nobody_leaves() -> None:
 
 
 def left_by(driver: Warned) -> list[tuple[str, str, str]]:
-    return [(each.source, each.key, each.node) for each in driver.said if isinstance(each, do.RecordExit)]
+    return [(each.source, each.key, each.node) for each in driver.all_of(do.RecordExit)]
 
 
 def test_each_machine_hears_by_which_of_its_notices_the_job_leaves() -> None:
@@ -404,8 +404,7 @@ def test_where_a_rank_does_not_come_back_to_the_next_agent_those_that_hold_leave
     driver.group.record_join(1)
     driver.group.exit_vote.record_hold(1, 7, ("rank-holds", 1))
     driver.decide()
-    driver.now_s += REJOIN_S - 1
-    driver.decide()
+    driver.wait(REJOIN_S - 1)
     assert not driver.answers("rank-holds")
     driver.now_s = driver.wake_s
     driver.decide()
@@ -440,17 +439,14 @@ def test_what_was_saved_is_reported_once_it_is_committed_and_shortly_before_the_
     for body in driver.outcomes():
         assert (body["how"], body["step"], body["notices"]) == ("left", word.step, ["cloud 1"])
         assert body["committed_step"] == (word.step if body["level"] == "store" else None)
-    told = [a for a in driver.said if isinstance(a, do.Emit) and a.name == "notice.outcome" and a.loud]
+    told = [a for a in driver.all_of(do.Emit) if a.name == "notice.outcome" and a.loud]
     assert len(told) == len(said)
 
 
 def leave_by(driver: Warned) -> list[float]:
     """What the ranks were told once they were told to leave."""
-    return [
-        a.body["leave_deadline_s"]
-        for a in driver.said
-        if isinstance(a, do.NotifyRanks) and a.body["t"] == "leave-deadline"
-    ]
+    told = (action.body for action in driver.all_of(do.NotifyRanks))
+    return [body["leave_deadline_s"] for body in told if body["t"] == "leave-deadline"]
 
 
 @pytest.mark.parametrize("by", ["another notice", "the same one, when all ranks are gone"])
@@ -554,8 +550,7 @@ def test_what_is_complete_is_committed_first_where_the_last_one_cannot_reach_the
     driver.now_s += 5.0
     driver.commit()
     assert driver.slots.committing_slot == word.slot
-    driver.now_s += 9.0
-    driver.decide()
+    driver.wait(9.0)
     (body,) = driver.outcomes()
     assert (body["how"], body["level"], body["step"]) == ("left", "local", word.step)
     assert body["committed_step"] == driver.group.facts.committed_version.step  # type: ignore[union-attr]
@@ -566,8 +561,7 @@ def test_a_deadline_that_passes_while_the_machine_stays_is_reported_and_training
     driver.warn(5.0)
     word = driver.take(range(1))
     driver.hold(word, range(1))
-    driver.now_s += 6.0
-    driver.decide()
+    driver.wait(6.0)
     assert driver.answers("rank-holds")[0]["leave"] is False
     assert [body["how"] for body in driver.outcomes()] == ["stayed"]
     driver.now_s += 60.0
@@ -612,12 +606,10 @@ def test_ranks_that_live_are_waited_for_until_shortly_before_the_deadline(world:
     driver.save_once()
     driver.train(2.0)
     signalled(driver, 90.0, key)
-    driver.now_s += 90.0 - END_S - 1.0  # a long backward pass, an evaluation, a call that holds the GIL
-    driver.decide()
+    driver.wait(90.0 - END_S - 1.0)  # a long backward pass, an evaluation, a call that holds the GIL
     assert not driver.ends()
     assert driver.wake_s <= driver.now_s + 1.0
-    driver.now_s += 1.0
-    driver.decide()
+    driver.wait(1.0)
     assert driver.ends()[0]["wait_for_saves"]
     driver.group.exit_vote.record_hold(0, driver.word().attempt_number if driver.word() else 1, ("rank-holds", 0))
     driver.decide()
@@ -630,8 +622,7 @@ def test_signalled_ranks_end_before_the_earlier_deadline_of_another_notice() -> 
     signalled(driver)
     driver.warn(10.0)
     assert driver.wake_s <= driver.now_s + 10.0 - END_S
-    driver.now_s += 10.0 - END_S
-    driver.decide()
+    driver.wait(10.0 - END_S)
     assert driver.ends()[0]["wait_for_saves"]
 
 
@@ -651,8 +642,7 @@ def test_a_rank_of_which_nothing_is_heard_ends_the_wait_and_one_that_comes_back_
         if returns:
             driver.group.record_join(2)
         assert returns or driver.wake_s <= driver.now_s + AWAY_S
-        driver.now_s += AWAY_S
-        driver.decide()
+        driver.wait(AWAY_S)
         assert [end["wait_for_saves"] for end in driver.ends()] == ([] if returns else [False])
 
 
@@ -662,8 +652,7 @@ def test_of_a_signal_that_leaves_no_time_it_is_not_said_that_no_boundary_came(le
     driver.save_once()
     driver.train(2.0)
     driver.warn(lead_s, source=SIGNAL_SOURCE, key="SIGTERM", exit_timing=ExitTiming.AT_ONCE)
-    driver.now_s += 1.0
-    driver.decide()
+    driver.wait(1.0)
     (end,) = driver.ends()
     short = "there was no time to wait for a boundary"
     assert end["why"] == (short if lead_s <= END_S else "no boundary came in time")
@@ -686,14 +675,12 @@ def test_ranks_that_are_signalled_in_the_last_commit_of_a_normal_end_leave_in_or
     driver.train(2.0)
     version = at_their_end(driver)
     signalled(driver)
-    driver.now_s += 30.0 - OUTCOME_S - 0.1
-    driver.decide()
+    driver.wait(30.0 - OUTCOME_S - 0.1)
     assert (driver.ends(), driver.outcomes(), driver.word()) == ([], [], None)
     if saved:
         driver.commit()
     else:
-        driver.now_s += 0.1
-        driver.decide()
+        driver.wait(0.1)
     (body,) = driver.outcomes()
     assert (body["how"], body["level"], body["step"]) == ("left", "store" if saved else "local", version.step)
     assert body["committed_step"] == (version.step if saved else None)
@@ -767,8 +754,7 @@ def test_the_last_commit_is_tried_again_once_the_agent_that_was_missing_is_back(
     driver.group.record_join(1)
     driver.decide()
     driver.commit()
-    driver.group.leave_requests.record_close()
-    driver.decide()
+    driver.close()
     assert {body["error"] for body in driver.answers("leave").values()} == {None}
 
 
@@ -798,7 +784,7 @@ def test_but_not_longer_than_until_the_deadline() -> None:
 
 def giving_up(driver: Warned) -> int:
     """How many commits it has cancelled."""
-    return sum(isinstance(each, do.CancelCommit) for each in driver.said)
+    return len(driver.all_of(do.CancelCommit))
 
 
 def leaves_beside_a_commit(takes_s: float, since_s: float, lead_s: float, explicit: bool = False) -> Warned:
@@ -842,8 +828,7 @@ def test_a_commit_is_given_up_for_the_last_one_only_where_that_fits_alone_and_no
     assert older != newest.slot
     assert giving_up(driver) == gives_way
     for _ in range(100):
-        driver.now_s += 0.1
-        driver.decide()
+        driver.wait(0.1)
     assert giving_up(driver) == gives_way, "what time alone brings changes nothing, and once is enough"
 
 
@@ -852,9 +837,7 @@ def test_then_the_last_one_begins_and_who_waits_for_what_gave_way_is_told() -> N
     newest = driver.slots.newest
     assert newest is not None
     driver.commit("it was broken off")
-    told = [
-        a.body for a in driver.said if isinstance(a, do.NotifyRanks) and a.body.get("version") == str(Version(15, 1))
-    ]
+    told = [a.body for a in driver.all_of(do.NotifyRanks) if a.body.get("version") == str(Version(15, 1))]
     (store,) = [body for body in told if body["level"] == "store"]
     assert not store["ok"]
     assert driver.slots.committing_slot == newest.slot, "at once"
@@ -897,8 +880,7 @@ def test_what_a_lost_agent_kept_is_not_said_to_be_in_the_memory_of_nodes_that_st
     driver.replicas.record_replication(word.slot, "", driver.now_s)
     driver.decide()
     driver.replicas.record_lost_holder(lost, driver.replicas.peer_versions)
-    driver.now_s += 20.0 - OUTCOME_S
-    driver.decide()
+    driver.wait(20.0 - OUTCOME_S)
     (body,) = driver.outcomes()
     assert (body["level"], body["peer_step"]) == (level, word.step if level == "peer" else None)
     assert driver.replicas.replicating_slot == word.slot, "they are made again"
@@ -945,7 +927,7 @@ def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long()
     moved = driver.word()
     assert (moved.kind, moved.step) == (WordKind.HOLD, driver.steps[0] - 1)
     assert driver.group.facts.last_error == "", "nothing is lost"
-    assert not [action for action in driver.said if isinstance(action, do.Emit)]
+    assert not driver.all_of(do.Emit)
     assert driver.polls < moved.sub <= driver.polls + 4
     for _ in range(20):
         driver.evaluate(0.1, polls=0)
@@ -986,9 +968,7 @@ def test_a_hold_at_which_one_rank_has_staged_already_is_not_moved() -> None:
 @pytest.mark.parametrize("asked_by", ["an uncertain notice", "a notice that was left by"])
 def test_one_checkpoint_more_that_is_asked_for_does_not_wait_for_the_end_of_an_evaluation(asked_by: str) -> None:
     driver = Polling()
-    driver.save_once()
-    driver.train(2.0)
-    driver.train(2.0)
+    driver.measure()
     if asked_by == "an uncertain notice":
         driver.warn(20.0, certain=False)
     else:
@@ -1018,9 +998,7 @@ def test_nothing_is_appointed_at_polls_of_a_step_once_it_was_said_that_they_are_
 
 def test_who_polls_in_a_long_evaluation_leaves_no_earlier_than_he_has_to() -> None:
     driver = Polling()
-    driver.save_once()
-    driver.train(2.0)
-    driver.train(2.0)
+    driver.measure()
     driver.warn(3600.0)
     need_s = driver.lead_s
     for _ in range(600):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -38,6 +38,7 @@ def hold_snapshot(group: Scheduler, slot: int, version: Version) -> None:
     group.facts.levels.report(version, "local", True, "")
 
 
+A = TypeVar("A", bound=do.Action)
 ROUND = Every(seconds=1.0)  # the policy of RoundClock and RoundAppointments
 
 
@@ -92,14 +93,25 @@ class Driver:
         self.steps = [0] * world
         self.said: list[do.Action] = []
         self.staged: set[int] = set()  # rounds of due saves
-        for rank in range(world):
-            self.group.record_join(rank)
-            self.group.arenas.record_layout()
+        self._join()
         if start_step is not None:
             self.group.appointments.record_start(start_step, 0.0)
         self.decide()
         assert self.group.arenas.record_division(world, "d", (100,) * world, slots)
         self.make_ready()
+
+    def _join(self) -> None:
+        for rank in range(self.world):
+            self.group.record_join(rank)
+            self.group.arenas.record_layout()
+
+    def restart_agent(self) -> Scheduler:
+        """The next agent's group, to which the ranks have come. It has divided nothing yet."""
+        self.said.clear()
+        self.group = round_steps(self.world)
+        self._join()
+        self.group.appointments.record_agent_restart(0.0)
+        return self.group
 
     @property
     def slots(self) -> JobSlots:
@@ -129,6 +141,15 @@ class Driver:
         for rank in range(self.world):
             self.group.rank_states.record_leave_request(rank, ("leave", rank), **how)
 
+    def close(self) -> None:
+        """The epoch has been closed."""
+        self.group.leave_requests.record_close()
+        self.decide()
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.decide()
+
     @property
     def wake_s(self) -> float:
         """When it has to decide again at the latest."""
@@ -136,9 +157,13 @@ class Driver:
         assert at_s is not None
         return at_s
 
+    def all_of(self, kind: type[A]) -> list[A]:
+        """The actions of that kind so far."""
+        return [action for action in self.said if isinstance(action, kind)]
+
     def sent(self) -> list[Version]:
         """What was to be copied so far."""
-        return [action.version for action in self.said if isinstance(action, do.Replicate)]
+        return [action.version for action in self.all_of(do.Replicate)]
 
     def decide(self) -> list[do.Action]:
         """As the agent does: until nothing is left to do now."""
@@ -226,7 +251,7 @@ class Driver:
 
     def messages(self, level: str) -> list[dict[str, Any]]:
         """What the ranks were told of that level."""
-        bodies = [a.body for a in self.said if isinstance(a, do.NotifyRanks)]
+        bodies = [a.body for a in self.all_of(do.NotifyRanks)]
         return [body for body in bodies if body["t"] == "checkpoint-level" and body["level"] == level]
 
     def levels(self, level: str) -> dict[str, bool]:
@@ -275,11 +300,11 @@ def test_no_due_save_waits_for_a_rank_that_is_away_for_long() -> None:
     driver.group.save_requests.record_save_request(0, Version(1), SaveReason.DUE, ("save", 0))
     driver.group.record_disconnect(1, driver.now_s)
     driver.decide()
-    told = [action for action in driver.said if isinstance(action, do.ReportProgress)]
-    assert [action.request for action in told] == [("save", 0)], "it may be back in a moment"
-    driver.now_s += MISSING_ANSWER_S
-    driver.decide()
-    refused = [action for action in driver.said if isinstance(action, do.Refuse)]
+    assert [action.request for action in driver.all_of(do.ReportProgress)] == [("save", 0)], (
+        "it may be back in a moment"
+    )
+    driver.wait(MISSING_ANSWER_S)
+    refused = driver.all_of(do.Refuse)
     assert [action.request for action in refused] == [("save", 0)]
     assert "rank 1" in refused[0].message
 
@@ -289,7 +314,7 @@ def test_a_save_that_a_rank_has_gone_on_from_is_answered_once_it_asks_for_anothe
     driver.group.save_requests.record_save_request(0, Version(1), SaveReason.DUE, ("save", 10))
     driver.group.save_requests.record_save_request(0, Version(2), SaveReason.DUE, ("save", 11))
     driver.decide()
-    assert [action.request for action in driver.said if isinstance(action, do.Refuse)] == [("save", 10)]
+    assert [action.request for action in driver.all_of(do.Refuse)] == [("save", 10)]
 
 
 def test_a_due_save_hears_each_second_that_it_waits() -> None:
@@ -299,10 +324,8 @@ def test_a_due_save_hears_each_second_that_it_waits() -> None:
     driver.save(Version(3), SaveReason.DUE)
     driver.said.clear()
     for _ in range(10):
-        driver.now_s += 0.5
-        driver.decide()
-    heard = [action for action in driver.said if isinstance(action, do.ReportProgress)]
-    assert len(heard) == 5 * driver.world
+        driver.wait(0.5)
+    assert len(driver.all_of(do.ReportProgress)) == 5 * driver.world
 
 
 def test_a_due_checkpoint_that_the_failing_store_passes_over_is_counted() -> None:
@@ -311,7 +334,7 @@ def test_a_due_checkpoint_that_the_failing_store_passes_over_is_counted() -> Non
     driver.commit("the store is away")
     for step in (2, 3, 4):
         due(driver, Version(step))
-    passed = [a.data["count"] for a in driver.said if isinstance(a, do.Emit) and a.name == "snapshot.passed"]
+    passed = [a.data["count"] for a in driver.all_of(do.Emit) if a.name == "snapshot.passed"]
     assert sum(passed) == 1, "step 3, while step 2 is tried"
     assert driver.slots.newest is not None
     assert driver.slots.newest.version == Version(4)
@@ -324,7 +347,7 @@ def test_what_the_clock_passes_over_for_want_of_a_slot_is_counted() -> None:
     driver.complete()
     driver.now_s = 45.0  # due at 20, 30 and 40, and the only slot is being committed
     driver.decide()
-    passed = [a.data["count"] for a in driver.said if isinstance(a, do.Emit) and a.name == "snapshot.passed"]
+    passed = [a.data["count"] for a in driver.all_of(do.Emit) if a.name == "snapshot.passed"]
     assert sum(passed) == 2, "the last one may come yet"
     driver.commit()
     assert driver.word() is not None
@@ -469,7 +492,7 @@ def test_after_a_restart_the_agent_says_that_it_has_nothing_and_appoints_a_snaps
     driver.now_s = 10.0
     driver.group.end_takeover(driver.now_s)
     driver.decide()
-    told = [action.body for action in driver.said if isinstance(action, do.NotifyRanks)]
+    told = [action.body for action in driver.all_of(do.NotifyRanks)]
     assert told == [{"t": "known-versions", "versions": []}]
     assert driver.word() is not None
 
@@ -480,13 +503,8 @@ def test_snapshots_of_a_former_agent_stay_until_a_newer_one_is_safe_where_there_
     slots: int, copies: bool
 ) -> None:
     driver = Driver()
-    driver.said.clear()
-    group = driver.group = round_steps(2)
-    for rank in range(2):
-        group.record_join(rank)
-        group.arenas.record_layout()
+    group = driver.restart_agent()
     group.replicas.is_replication_on = group.replicas.is_survey_pending = copies
-    group.appointments.record_agent_restart(0.0)
     group.end_takeover(0.0, {0: Version(3), 2: Version(2), 1: Version(1)})
     driver.steps = [4, 4]
     driver.decide()
@@ -575,7 +593,7 @@ def test_a_rank_that_cannot_save_ends_the_save_for_all_and_for_who_comes_later()
     driver.decide()
     assert driver.answers("save") == {0: "save-failed"}
     driver.save(Version(4, 1), ranks=range(2, 3))
-    refused = [action for action in driver.said if isinstance(action, do.Refuse)]
+    refused = driver.all_of(do.Refuse)
     assert [action.kind for action in refused] == ["save-failed"] * 2
     assert all("rank 1 cannot save" in action.message and "x is no tensor" in action.message for action in refused)
     driver.save(Version(5, 1))
@@ -611,7 +629,7 @@ def test_ranks_that_are_waited_for_in_a_save_are_named_once() -> None:
     driver.save(Version(4, 1), ranks=range(1))
     for driver.now_s in (9.0, 11.0, 12.0, 30.0):
         driver.decide()
-    named = [action for action in driver.said if isinstance(action, do.Emit) and action.name == "save.awaited"]
+    named = [action for action in driver.all_of(do.Emit) if action.name == "save.awaited"]
     assert [(action.loud, action.data) for action in named] == [
         (True, {"version": str(Version(4, 1)), "ranks": [1, 2]})
     ]
@@ -634,7 +652,7 @@ def test_a_rank_that_goes_past_a_save_or_the_end_of_another_is_named(
     assert driver.group.next_wake_s(0.0) is not None
     driver.decide()
     driver.save(version, why, range(1, 2))
-    refused = [(each.kind, each.message) for each in driver.said if isinstance(each, do.Refuse)]
+    refused = [(each.kind, each.message) for each in driver.all_of(do.Refuse)]
     assert refused == [("usage", said)] * 2
 
 
@@ -691,11 +709,12 @@ def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest
     driver.decide()
     held = [slot.attempt.version for slot in driver.slots if slot.attempt is not None]
     assert sorted(held) == [first, second]
-    lost = lambda: [each.version for each in driver.said if isinstance(each, do.ReplicaDegraded)]  # noqa: E731
-    assert lost() == []
+    assert driver.all_of(do.ReplicaDegraded) == []
     driver.commit()
     assert driver.replicas.replicated is None
-    assert lost() == [first], "nobody is told any more that it is safe there"
+    assert driver.all_of(do.ReplicaDegraded) == [do.ReplicaDegraded(first)], (
+        "nobody is told any more that it is safe there"
+    )
     assert driver.replicas.replicated_version == first, "those who keep it do not drop it for attempts that fail"
     third = driver.complete()
     assert third > second
@@ -707,8 +726,7 @@ def failing_copies(driver: Driver) -> Iterator[ReplicaState]:
         assert driver.replicas.replicating_slot is not None
         yield driver.replicas
         driver.copy("there is no room")
-        driver.now_s += 100.0
-        driver.decide()
+        driver.wait(100.0)
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -723,7 +741,7 @@ def test_what_is_safe_gives_way_to_copies_that_fail_again_and_again_only_once_it
     driver.complete()
     needed = [replicas.retained_placement for replicas in failing_copies(driver)]
     assert needed == [kept, kept, () if stored else kept]
-    lost = [each.version for each in driver.said if isinstance(each, do.ReplicaDegraded)]
+    lost = [each.version for each in driver.all_of(do.ReplicaDegraded)]
     assert set(lost) == ({first} if stored else set())
     driver.copy()
     assert driver.replicas.retained_placement == kept, "of what is safe now"
@@ -845,8 +863,7 @@ def test_what_is_safe_stays_though_nobody_has_memory_for_copies_any_more_until_t
         driver.replicas.is_replication_on = False
         newer = driver.complete()
         assert sorted(each.version for each in driver.slots.attempts(SlotState.COMPLETE)) == [safe, newer]
-        driver.now_s += 100.0
-        driver.decide()
+        driver.wait(100.0)
         driver.commit()
         driver.decide()
         assert driver.group.facts.committed_version == newer
@@ -966,7 +983,7 @@ def test_where_a_grown_state_has_one_slot_that_of_the_newest_checkpoint_is_made_
     assert driver.slots.newest.slot == 1, "it is not in the store"
     driver.commit()
     driver.decide()
-    assert [action.slot for action in driver.said if isinstance(action, do.MakeArenas)] == [1]
+    assert [action.slot for action in driver.all_of(do.MakeArenas)] == [1]
 
 
 @pytest.mark.parametrize(("before", "slots"), [(0, (0, 1)), (2, (2, 0))])
@@ -1007,10 +1024,10 @@ def test_arenas_that_are_too_large_since_the_state_has_shrunk_are_made_anew_once
         driver.divide(f"of {need}", (need, 100), 3)
         driver.said.clear()
         driver.make_ready()
-        assert {action.slot for action in driver.said if isinstance(action, do.MakeArenas)} == again
+        assert {action.slot for action in driver.all_of(do.MakeArenas)} == again
     driver.commit()
     driver.complete()
-    assert {action.slot for action in driver.said if isinstance(action, do.MakeArenas)} == {0, 1, 2}
+    assert {action.slot for action in driver.all_of(do.MakeArenas)} == {0, 1, 2}
 
 
 def test_what_cannot_be_divided_is_refused_however_much_memory_there_comes_to_be() -> None:
@@ -1070,8 +1087,7 @@ def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
     assert driver.answers("leave") == {}
     driver.commit()
     assert driver.answers("leave") == {}
-    driver.group.leave_requests.record_close()
-    driver.decide()
+    driver.close()
     assert driver.answers("leave") == {rank: {"committed": str(Version(10)), "error": None} for rank in range(2)}
 
 
@@ -1086,10 +1102,9 @@ def test_who_leaves_waits_for_no_copies_once_the_store_has_the_last_step(stored:
     driver.decide()
     driver.commit("" if stored else "the store is gone")
     assert driver.replicas.replicating_slot is not None, "the first one's are slow"
-    assert bool([each for each in driver.said if isinstance(each, do.Close)]) == stored
+    assert bool(driver.all_of(do.Close)) == stored
     if stored:
-        driver.group.leave_requests.record_close()
-        driver.decide()
+        driver.close()
         assert all(body["committed"] == str(Version(20)) for body in driver.answers("leave").values())
         assert driver.group.is_at_work, "what is under way ends by itself"
     assert len(driver.answers("leave")) == (2 if stored else 0)
@@ -1104,8 +1119,7 @@ def test_who_asked_to_leave_and_hung_up_is_not_waited_for_unless_it_insists(in_o
     driver.commit()
     for rank in range(2):
         driver.group.record_disconnect(rank, driver.now_s)
-    driver.group.leave_requests.record_close()
-    driver.decide()
+    driver.close()
     assert not driver.group.rank_states.summary.waiting_to_leave
     assert not driver.answers("leave")
 
@@ -1117,8 +1131,7 @@ def test_who_lost_its_connection_after_asking_to_leave_is_answered_on_the_next_o
     driver.leave(insists=True)
     driver.group.record_disconnect(1, driver.now_s)
     driver.commit()
-    driver.group.leave_requests.record_close()
-    driver.decide()
+    driver.close()
     assert driver.answers("leave") == {0: {"committed": str(Version(10)), "error": None}}
     assert [member.rank for member in driver.group.rank_states.summary.waiting_to_leave] == [1]
     if how == "dies":
@@ -1209,12 +1222,7 @@ def test_a_new_division_appoints_anew_what_was_appointed_under_the_old_one() -> 
 
 def test_a_restarted_agent_appoints_only_when_it_knows_where_the_ranks_are() -> None:
     driver = Driver()
-    group = driver.group = round_steps(2)
-    driver.said.clear()
-    for rank in range(2):
-        group.record_join(rank)
-        group.arenas.record_layout()
-    group.appointments.record_agent_restart(0.0)
+    group = driver.restart_agent()
     driver.decide()
     assert group.arenas.record_division(2, "d", (100, 100), 3)
     driver.make_ready()
@@ -1470,8 +1478,7 @@ def test_what_others_keep_in_part_is_copied_again_once_one_is_there_that_has_mem
     driver.copy("a link was cut")
     driver.decide()
     assert (group.replicas.replicating_slot, group.replicas.survives_node_loss) == (None, False), "not at once"
-    driver.now_s += 10.0
-    driver.decide()
+    driver.wait(10.0)
     assert driver.copy() == ""
     driver.decide()
     assert (group.replicas.replicating_slot, group.replicas.survives_node_loss, driver.levels("peer")) == (
@@ -1509,8 +1516,7 @@ def test_what_is_left_of_what_was_safe_as_a_whole_does_not_go_for_something_newe
     group.replicas.placement = Kept("", 1, ("b",)), Kept("b", 0), Kept("c", 1, ("",))
     newer = driver.complete()
     driver.copy("a node has not said what it has")
-    driver.now_s += 10.0
-    driver.decide()
+    driver.wait(10.0)
     assert (group.replicas.replicating_slot is not None, group.replicas.is_survey_pending) == (True, True)
     found_safe(group, safe, False, ["", "b", "c"], left)
     assert (group.replicas.would_reduce_protection, group.replicas.survives_node_loss) == (not goes, False)
@@ -1520,8 +1526,7 @@ def test_what_is_left_of_what_was_safe_as_a_whole_does_not_go_for_something_newe
     if not goes:
         assert group.replicas.replicating_slot is None
         group.replicas.record_lost_holder("", group.replicas.peer_versions)
-        driver.now_s += 10.0
-        driver.decide()
+        driver.wait(10.0)
         assert (group.replicas.replicating_slot is not None, group.replicas.is_survey_pending) == (True, True), (
             "it is asked again what is left"
         )
@@ -1629,12 +1634,10 @@ def test_what_a_node_that_comes_back_may_have_lost_is_copied_again_and_stays_wha
     driver.decide()
     assert driver.sent() == [version] * 2, "later"
     assert driver.replicas.replicated is held
-    driver.now_s += 10.0
-    driver.decide()
+    driver.wait(10.0)
     assert driver.sent() == [version] * 3
     driver.copy()
-    driver.now_s += 100.0
-    driver.decide()
+    driver.wait(100.0)
     assert driver.sent() == [version] * 3
     assert len(driver.messages("peer")) == 1
 
