@@ -168,14 +168,6 @@ def test_and_further_ahead_where_words_were_late() -> None:
     assert leaves_at(driver, 0.0) >= 2
 
 
-def test_before_anything_is_measured_there_is_time_for_a_slow_store() -> None:
-    driver = Warned()
-    driver.warn(120.0)
-    assert not driver.is_hold()
-    driver.train(30.0)
-    assert driver.is_hold()
-
-
 def test_the_earliest_certain_deadline_counts() -> None:
     driver = Warned()
     driver.save_once()

@@ -543,17 +543,6 @@ def test_they_keep_nothing_back_once_no_newer_one_can_come(how: str) -> None:
     assert not any(slot.leases for slot in driver.slots)
 
 
-def test_a_failed_commit_is_told_and_the_next_one_tried() -> None:
-    driver = Driver()
-    first = driver.complete()
-    driver.commit("no space")
-    assert driver.levels("store") == {str(first): False}
-    second = driver.complete()
-    driver.commit()
-    assert driver.levels("store")[str(second)]
-    assert driver.group.facts.last_error == ""
-
-
 def test_a_save_takes_the_place_of_an_appointment_that_nobody_has_reached() -> None:
     driver = Driver(slots=1)
     appointed = driver.word()
@@ -563,19 +552,6 @@ def test_a_save_takes_the_place_of_an_appointment_that_nobody_has_reached() -> N
     assert {rank: body["saved"] for rank, body in driver.answers("save").items()} == {0: False, 1: False}
     assert driver.answers("save")[0]["attempt"] != appointed.attempt_number
     assert not any(isinstance(action, do.Commit) for action in driver.said)
-
-
-def test_a_save_waits_until_the_one_before_it_is_on_its_way_to_the_store() -> None:
-    driver = Driver()
-    driver.complete()  # its commit runs
-    driver.save(Version(11, 1))
-    driver.take_saved(Version(11, 1))
-    driver.said.clear()
-    driver.steps = [13, 13]
-    driver.save(Version(12, 1))
-    assert driver.answers("save") == {}
-    driver.commit()
-    assert set(driver.answers("save")) == {0, 1}
 
 
 def test_nothing_is_appointed_while_a_rank_waits_in_a_save() -> None:
@@ -1079,18 +1055,6 @@ def test_a_dead_rank_fails_the_waiting_saves_and_keeps_what_all_had_staged() -> 
     assert driver.levels("store") == {str(Version(10)): True}
 
 
-def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
-    driver = Driver()
-    driver.complete()
-    driver.leave()
-    driver.decide()
-    assert driver.answers("leave") == {}
-    driver.commit()
-    assert driver.answers("leave") == {}
-    driver.close()
-    assert driver.answers("leave") == {rank: {"committed": str(Version(10)), "error": None} for rank in range(2)}
-
-
 @pytest.mark.parametrize("stored", [True, False])
 def test_who_leaves_waits_for_no_copies_once_the_store_has_the_last_step(stored: bool) -> None:
     driver = Driver()
@@ -1208,16 +1172,6 @@ def test_what_a_superseded_job_has_is_committed_once_when_the_start_that_did_it_
     driver.commit()
     assert driver.group.facts.committed_version == Version(20)
     assert not driver.group.commits.has_uncommitted_newest
-
-
-def test_a_new_division_appoints_anew_what_was_appointed_under_the_old_one() -> None:
-    driver = Driver()
-    before = driver.word()
-    driver.divide("e", (100, 200), 3)
-    driver.make_ready()
-    assert driver.word().step == before.step
-    assert driver.word().attempt_number != before.attempt_number
-    assert driver.slots[driver.word().slot].arena_bytes == (100, 200)
 
 
 def test_a_restarted_agent_appoints_only_when_it_knows_where_the_ranks_are() -> None:
@@ -1603,16 +1557,6 @@ def test_what_is_older_than_what_is_found_to_be_safe_is_not_copied_any_more() ->
     assert not group.replicas.would_reduce_protection
     assert (group.replicas.replicating_slot, group.replicas.replicated_version) == (None, safe)
     assert driver.levels("peer")[str(Version(10))] is False
-
-
-def test_what_is_found_to_be_kept_in_part_keeps_that_part_where_the_rest_of_it_is_copied() -> None:
-    driver = restarted([50], Kept("", 1, ("b",)), Kept("b", 0))
-    group = driver.group
-    driver.decide()
-    found_safe(group, Version(50), False, ["", "b"], ["b"])
-    assert (group.replicas.would_reduce_protection, group.replicas.survives_node_loss) == (False, False)
-    assert driver.copy() == ""
-    assert (group.replicas.replicated_version, group.replicas.survives_node_loss) == (Version(50), True)
 
 
 def test_what_a_node_that_comes_back_may_have_lost_is_copied_again_and_stays_what_is_safe_meanwhile() -> None:

@@ -33,14 +33,6 @@ def test_a_step_is_measured_from_when_ranks_enter_it_however_late_that_is_seen()
     assert (pace.entered_s, pace.is_entry_published) == (now_s + 10.0, False), "that is of the step after it"
 
 
-def test_the_present_step_counts_once_it_takes_longer_than_usual() -> None:
-    pace, now_s = trained(1.5)
-    for for_s in (1.0, 3.0, LONG_FACTOR * 1.5 + 0.1):
-        pace.record_progress(now_s + for_s, [10, 10], [0, 0], [now_s, None], None)
-        assert pace.boundary_interval_s == pytest.approx(max(1.5, for_s))
-        assert pace.is_long == (for_s > LONG_FACTOR * 1.5)
-
-
 def test_where_all_ranks_poll_what_lies_between_two_polls_does() -> None:
     pace, now_s = trained(1.5)
     pace.record_progress(now_s + 60.0, [10, 10], [30, 29], [now_s, None], None)
@@ -57,13 +49,6 @@ def test_where_all_ranks_poll_what_lies_between_two_polls_does() -> None:
     assert not pace.all_poll, "they are not in one step"
     pace.record_progress(now_s + 60.0, [10, 10], [SUB_MAX, 30], [now_s, None], None)
     assert not pace.all_poll, "no more of them can be told apart"
-
-
-def test_polls_in_the_middle_of_a_step_are_none() -> None:
-    pace, now_s = trained(1.5)
-    pace.unpollable_step = 10
-    pace.record_progress(now_s + 60.0, [10, 10], [30, 30], [now_s, None], None)
-    assert (pace.all_poll, pace.boundary_interval_s) == (False, pytest.approx(60.0))
 
 
 def test_one_long_step_was_an_evaluation_and_two_are_another_pace() -> None:
