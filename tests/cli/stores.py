@@ -149,6 +149,13 @@ def run_ckpt(*words: object) -> Said:
     return Said(int(code), out.getvalue(), err.getvalue())
 
 
+def refused(code: int, *words: object) -> str:
+    """What is said of a command that ends with that code."""
+    said = run_ckpt(*words)
+    assert said.code == code, said
+    return said.err
+
+
 def listed_steps(url: Path | str, *words: object) -> list[int]:
     return [row["step"] for row in run_ckpt("ls", url, *words, "--json").json["checkpoints"]]
 

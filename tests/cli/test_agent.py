@@ -23,7 +23,7 @@ from ckpt.errors import UsageError
 from ckpt.ipc.addresses import Address, resolve
 from ckpt.ipc.secret import make_secret
 from tests.agent.net.loop import TurnedLoop
-from tests.cli.stores import run_ckpt
+from tests.cli.stores import refused, run_ckpt
 
 HERE = ["--listen", "127.0.0.1:0", "--memory", "1MiB"]
 
@@ -122,10 +122,9 @@ def test_where_it_cannot_read_the_store_that_is_said_before_it_is_needed(secret:
 
 def test_without_a_secret_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPT_SECRET_FILE", raising=False)
-    said = run_ckpt("agent", tmp_path, *HERE)
-    assert said.code == Exit.USAGE
-    assert "CKPT_SECRET_FILE" in said.err
-    assert "openssl rand -hex 32" in said.err
+    said = refused(Exit.USAGE, "agent", tmp_path, *HERE)
+    assert "CKPT_SECRET_FILE" in said
+    assert "openssl rand -hex 32" in said
 
 
 def test_the_secret_may_come_by_standard_input_and_whoever_knows_it_is_let_in(
@@ -162,25 +161,19 @@ def test_what_comes_by_standard_input_and_is_no_secret_is_refused_and_not_shown(
 
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, secret: Path) -> None:
     secret.chmod(0o644)
-    said = run_ckpt("agent", tmp_path, *HERE)
-    assert said.code == Exit.USAGE
-    assert f"chmod 600 {secret}" in said.err
+    assert f"chmod 600 {secret}" in refused(Exit.USAGE, "agent", tmp_path, *HERE)
 
 
 @pytest.mark.parametrize(("memory", "way_out"), [("1000TiB", "lend less"), ("64", "64GiB")])
 def test_more_memory_than_the_machine_has_and_less_than_a_snapshot_needs_are_refused(
     memory: str, way_out: str, tmp_path: Path, secret: Path
 ) -> None:
-    said = run_ckpt("agent", tmp_path, "--listen", "127.0.0.1:0", "--memory", memory)
-    assert said.code == Exit.USAGE
-    assert way_out in said.err
+    assert way_out in refused(Exit.USAGE, "agent", tmp_path, "--listen", "127.0.0.1:0", "--memory", memory)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "127.0.0.1", "127.0.0.1:99999"])
 def test_what_is_no_address_is_refused(where: str, tmp_path: Path, secret: Path) -> None:
-    said = run_ckpt("agent", tmp_path, "--listen", where, "--memory", "1MiB")
-    assert said.code == Exit.USAGE
-    assert "HOST:PORT" in said.err
+    assert "HOST:PORT" in refused(Exit.USAGE, "agent", tmp_path, "--listen", where, "--memory", "1MiB")
 
 
 def test_a_second_one_on_one_machine_says_that_there_is_one(tmp_path: Path, secret: Path) -> None:

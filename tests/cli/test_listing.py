@@ -13,7 +13,7 @@ from ckpt.cli import out
 from ckpt.cli.exits import Exit
 from ckpt.store.commit import Committer
 from ckpt.types import Identity, Version
-from tests.cli.stores import a_run, arrays, begin, opened, run_ckpt, save
+from tests.cli.stores import a_run, arrays, begin, opened, refused, run_ckpt, save
 from tests.store.build import Tensor, snapshot
 
 
@@ -147,9 +147,7 @@ def test_a_checkpoint_within_a_step_is_found_by_the_name_that_ls_gives_it(tmp_pa
     for name, identity in zip(listed, saved, strict=True):
         shown = run_ckpt("show", tmp_path, "--step", str(identity)).out.splitlines()
         assert ["step", name] in [line.split() for line in shown]
-    said = run_ckpt("show", tmp_path, "--step", "300.3")
-    assert said.code == 3
-    assert "300, 300.1, 300.2" in said.err
+    assert "300, 300.1, 300.2" in refused(3, "show", tmp_path, "--step", "300.3")
 
 
 def test_what_a_store_has_neither_colours_the_terminal_nor_moves_its_cursor(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from ckpt.cli.exits import Exit
 from ckpt.cli.rehearse import Rehearsal, compare
 from tests import servers
-from tests.cli.stores import Said, begin, opened, run_ckpt, save
+from tests.cli.stores import Said, begin, opened, refused, run_ckpt, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,14 +77,10 @@ def test_a_script_that_saves_elsewhere_is_told_how_to_name_the_url(tmp_path: Pat
 
 
 def test_a_program_that_is_not_there_is_a_wrong_request(tmp_path: Path) -> None:
-    said = run_ckpt("rehearse", tmp_path / "run", "--", "no-such-program-here")
-    assert said.code == 2
-    assert "no-such-program-here" in said.err
+    assert "no-such-program-here" in refused(2, "rehearse", tmp_path / "run", "--", "no-such-program-here")
     script = tmp_path / "train.py"
     script.touch(mode=0o600)
-    said = run_ckpt("rehearse", tmp_path / "run", "--", str(script))
-    assert said.code == 2
-    assert "put python before it" in said.err
+    assert "put python before it" in refused(2, "rehearse", tmp_path / "run", "--", str(script))
 
 
 def test_only_the_url_itself_is_replaced_in_the_command() -> None:
