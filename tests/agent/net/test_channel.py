@@ -8,6 +8,7 @@ import resource
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
@@ -49,15 +50,8 @@ def loop() -> Iterator[MovedLoop]:
 
 @pytest.fixture
 def node(loop: MovedLoop) -> Iterator[Made]:
-    nodes: list[Node] = []
-
-    def make(name: str, host: str = "127.0.0.1", secret: bytes = SECRET) -> Node:
-        nodes.append(Node(loop, name, host, secret))
-        return nodes[-1]
-
-    yield make
-    for each in nodes:
-        each.close()
+    with ExitStack() as stack:
+        yield lambda *given, **more: stack.enter_context(closing(Node(loop, *given, **more)))
 
 
 @pytest.fixture
@@ -401,21 +395,16 @@ def test_strangers_are_logged_again_after_a_while(
     assert [message.partition(", the last")[0] for message in caplog.messages] == said
 
 
-class _handshaken:
+@contextmanager
+def _handshaken(loop: TurnedLoop, listener: Node) -> Iterator[tuple[socket.socket, handshake.Session]]:
     """A peer named b whose connection to `listener` is made, and which does what the test says."""
-
-    def __init__(self, loop: TurnedLoop, listener: Node) -> None:
-        made: list[tuple[socket.socket, handshake.Session]] = []
-        before = len(listener.channels)
-        exchange = Dialler(SECRET, RUN, Role.CONTROL, "b")
-        place = resolve(listener.address)[0]
-        dial(loop, place, exchange, lambda sock, session: made.append((sock, session)), lambda error: None)
-        loop.until(lambda: made and len(listener.channels) > before)
-        self.made = made[0]
-        self.made[0].settimeout(10)
-
-    def __enter__(self) -> tuple[socket.socket, handshake.Session]:
-        return self.made
-
-    def __exit__(self, *error: object) -> None:
-        self.made[0].close()
+    made: list[tuple[socket.socket, handshake.Session]] = []
+    before = len(listener.channels)
+    exchange = Dialler(SECRET, RUN, Role.CONTROL, "b")
+    place = resolve(listener.address)[0]
+    dial(loop, place, exchange, lambda sock, session: made.append((sock, session)), lambda error: None)
+    loop.until(lambda: made and len(listener.channels) > before)
+    ((sock, session),) = made
+    with sock:
+        sock.settimeout(10)
+        yield sock, session

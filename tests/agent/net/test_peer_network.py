@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import psutil
 import pytest
@@ -59,15 +60,8 @@ def loop() -> Iterator[TurnedLoop]:
 
 @pytest.fixture
 def agent(loop: TurnedLoop) -> Iterator[Callable[[str], Agent]]:
-    made: list[Agent] = []
-
-    def make(name: str) -> Agent:
-        made.append(Agent(loop, name))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(closing(Agent(loop, name)))
 
 
 def test_of_the_connections_to_several_addresses_of_one_agent_both_ends_keep_the_same_one(

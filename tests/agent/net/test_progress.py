@@ -4,6 +4,7 @@ the test moves."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -142,8 +143,7 @@ def test_nothing_is_said_of_what_is_answered_and_no_timer_is_left_for_each_quest
 
 
 def test_only_who_was_asked_is_believed_that_it_moves(pair: Pair) -> None:
-    stranger = Working(pair.loop, "stranger", pair.clock)
-    try:
+    with closing(Working(pair.loop, "stranger", pair.clock)) as stranger:
         heard = pair.ask()
         number = pair.working.number
         connected = stranger.network.connect(pair.asking.at)
@@ -153,8 +153,6 @@ def test_only_who_was_asked_is_believed_that_it_moves(pair: Pair) -> None:
                 stranger.network.notify("asking", {"t": "progress", "id": each})
             pair.go_on(ANSWER_TIMEOUT_S / 2)
         assert heard == ["agent working has not answered in time"]
-    finally:
-        stranger.close()
 
 
 def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answered() -> None:

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -52,16 +53,13 @@ def loop() -> Iterator[TurnedLoop]:
 @pytest.fixture
 def node(loop: TurnedLoop) -> Iterator[Made]:
     """Makes agents, whose transports have short bounds unless said otherwise."""
-    nodes: list[Node] = []
+    with ExitStack() as stack:
 
-    def make(name: str, host: str = "127.0.0.1", secret: bytes = SECRET, **given: object) -> Node:
-        given = {"connections": 1, "stall_s": 10.0, "patience_s": 10.0, **given}
-        nodes.append(Node(loop, name, host, secret, partial(Transport, **given)))
-        return nodes[-1]
+        def make(name: str, host: str = "127.0.0.1", secret: bytes = SECRET, **given: object) -> Node:
+            given = {"connections": 1, "stall_s": 10.0, "patience_s": 10.0, **given}
+            return stack.enter_context(closing(Node(loop, name, host, secret, partial(Transport, **given))))
 
-    yield make
-    for each in nodes:
-        each.close()
+        yield make
 
 
 def content(seed: int = 1) -> tuple[bytearray, Frames]:
@@ -116,12 +114,18 @@ class Transfer:
         return self.target == expected
 
 
-def offering(node: Made, **given: object) -> tuple[Node, bytearray, Frames]:
+def offering(node: Made, urgent: bool = False, **given: object) -> tuple[Node, bytearray, Frames]:
     """An agent "a" that offers frames of that memory under NAME."""
     sender = node("a", **given)
     source, frames = content()
-    sender.transport.offer(NAME, memoryview(source), frames)
+    sender.transport.offer(NAME, memoryview(source), frames, urgent)
     return sender, source, frames
+
+
+def joined(source: bytearray, frames: Frames, numbers: list[int]) -> bytes:
+    """Those frames, one after the other."""
+    places = frames.byte_ranges()
+    return b"".join(source[at : at + length] for at, length in (places[number] for number in numbers))
 
 
 def error_of(loop: TurnedLoop, fetch: Fetch) -> str:
@@ -152,8 +156,7 @@ def test_some_frames_of_an_offer_are_fetched_by_whoever_has_room_for_them_only(n
     mine = Frames.from_columns(offsets, lengths, frames.hashes[numbers], len(target))
     given = "a", [sender.address], NAME, memoryview(target), mine
     finished(loop, receiver.transport.fetch(*given, numbers=numbers).completion)
-    parts = [source[at : at + length] for at, length in (frames.byte_ranges()[number] for number in numbers)]
-    assert target == b"".join(parts)
+    assert target == joined(source, frames, numbers)
     with pytest.raises(AgentError, match="numbers"):
         receiver.transport.fetch(*given, numbers=[4])
     with pytest.raises(DamagedData):
@@ -357,32 +360,25 @@ def receive_go(sock: socket.socket, session: Session) -> None:
     tcp_receiver._receive_go(SocketReceiver(sock, BOUND_S), session)
 
 
-class _greeted:
+@contextmanager
+def _greeted(loop: TurnedLoop, sender: Node) -> Iterator[tuple[socket.socket, Session]]:
     """A data connection to `sender` whose handshake has ended; its receiver is up to the test."""
-
-    def __init__(self, loop: TurnedLoop, sender: Node) -> None:
-        self.sock = socket.create_connection((sender.address.host, sender.address.port))
-        set_call_timeout(self.sock, BOUND_S)
+    with socket.create_connection((sender.address.host, sender.address.port)) as sock:
+        set_call_timeout(sock, BOUND_S)
         handshake = Dialler(SECRET, RUN, Role.DATA, "b", NAME)
         message = handshake.hello
         while handshake.session is None:
-            self.sock.sendall(message)
-            self.sock.setblocking(False)
+            sock.sendall(message)
+            sock.setblocking(False)
             reply = b""
             while len(reply) < 9 or len(reply) < 9 + int.from_bytes(reply[7:9], "big"):
                 try:
-                    reply += self.sock.recv(1)
+                    reply += sock.recv(1)
                 except BlockingIOError:
                     loop.turn(0.01)
-            set_call_timeout(self.sock, BOUND_S)
+            set_call_timeout(sock, BOUND_S)
             message = handshake.step(reply)
-        self.session = handshake.session
-
-    def __enter__(self) -> tuple[socket.socket, Session]:
-        return self.sock, self.session
-
-    def __exit__(self, *error: object) -> None:
-        self.sock.close()
+        yield sock, handshake.session
 
 
 def test_more_connections_than_are_served_wait_their_turn(node: Made, loop: TurnedLoop) -> None:
@@ -403,9 +399,7 @@ def test_as_long_as_others_are_served_nobody_runs_out_of_patience(node: Made, lo
     """Twelve want all of it of a sender that serves two connections at a time, and each of them is patient for a
     quarter of the time that all of it takes."""
     total_s, many = 4.0, 12
-    sender = node("a", served_max=2, bytes_per_s=many * sum(LENGTHS) / total_s)
-    source, frames = content()
-    sender.transport.offer(NAME, memoryview(source), frames)
+    sender, source, frames = offering(node, served_max=2, bytes_per_s=many * sum(LENGTHS) / total_s)
     targets = [bytearray(ROOM) for _ in range(many)]
     fetches = [
         node(f"b{number}", connections=2, patience_s=total_s / 4).transport.fetch(
@@ -507,9 +501,7 @@ def test_what_a_start_waits_for_is_at_normal_priority_and_outside_the_limit(
     monkeypatch.setattr(workers, "NICE", 19)
     clock, nice = ManualClock(), set[int]()
     limit = {"bytes_per_s": 1e6, "clock": clock}
-    sender, receiver = node("a", **limit), node("b", **limit)
-    source, frames = content()
-    sender.transport.offer(NAME, memoryview(source), frames, urgent)
+    (sender, _, frames), receiver = offering(node, urgent, **limit), node("b", **limit)
     note = lambda number: nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))  # noqa: E731
     target = memoryview(bytearray(ROOM))
     fetch = receiver.transport.fetch("a", [sender.address], NAME, target, frames, note, urgent)
@@ -592,15 +584,13 @@ def _columns(offsets: list[int], lengths: list[int]) -> tuple[np.ndarray, ...]:
 def test_a_stream_gives_the_bytes_of_the_frames_asked_for_in_that_order_and_nothing_else(
     numbers: list[int], node: Made, loop: TurnedLoop
 ) -> None:
-    sender, receiver = node("a", stall_s=1.0), node("b")
-    source, frames = content()
-    sender.transport.offer(NAME, memoryview(source), frames, urgent=True)
+    (sender, source, frames), receiver = offering(node, urgent=True, stall_s=1.0), node("b")
     opened = receiver.transport.stream("a", [sender.address], NAME, numbers)
     loop.until(opened.done)
-    parts = [source[at : at + length] for at, length in (frames.byte_ranges()[number] for number in numbers)]
+    wanted = joined(source, frames, numbers)
     with opened.result() as sock:
         sock.shutdown(socket.SHUT_WR)
-        assert bytes(SocketReceiver(sock, BOUND_S).receive(sum(map(len, parts)))) == b"".join(parts)
+        assert bytes(SocketReceiver(sock, BOUND_S).receive(len(wanted))) == wanted
         assert sock.recv(1) == b""
 
 
