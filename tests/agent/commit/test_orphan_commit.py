@@ -145,12 +145,7 @@ def test_whether_it_is_still_due_is_looked_at_again_just_before_the_record(then:
         put_checkpoint=lambda claim, made, codec, bandwidth, about, check, *more: check(),
     )
     made = SimpleNamespace(identity=at(A, 20), manifest=SimpleNamespace(coordinates=()), differing_tensors=())
-    given = (
-        cast(StoreClient, store),
-        cast(MemoryCheckpoint, made),
-        CommitTerms(CLAIM, "raw", None),
-        threading.Event(),
-    )
+    given = cast(StoreClient, store), cast(MemoryCheckpoint, made), CommitTerms(CLAIM, "raw", None), threading.Event()
     if then.parent == made.identity:
         commit_orphan(*given)
     else:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -284,16 +285,9 @@ def test_a_stall_that_no_snapshot_can_have_had_is_refused_and_fails_no_job(
 ) -> None:
     """What is learnt of it would refuse it, once all ranks have staged: then there is nobody to blame."""
     made, _, listener = job
-    staged = {
-        "t": "snapshot-staged",
-        "attempt": 1,
-        "version": str(Version(5)),
-        "slot": 0,
-        "division": "x",
-        "stall_s": stall_s,
-    }
+    staged = {"t": "snapshot-staged", "attempt": 1, "version": str(Version(5)), "slot": 0, "division": "x"}
     with pytest.raises(UsageError, match="stall_s"):
-        made.message(0, cast(Any, listener), messages.Message(staged))
+        made.message(0, cast(Any, listener), messages.Message({**staged, "stall_s": stall_s}))
     made.message(0, cast(Any, listener), messages.Message({**staged, "stall_s": 0.5}))
 
 
@@ -393,20 +387,10 @@ def test_a_mistake_in_handing_out_frames_is_told_to_the_ranks_that_wait_for_them
     manifest = Manifest((), (), frames, np.zeros(0, FRAME), ("rank=0",))
     arena = Arena.create(4096)
     memory = SimpleNamespace(ranks=[0], offsets=[0], arenas={0: arena})
-    restore = open_session(
-        Identity(EPOCH, Version(5)),
-        manifest,
-        2,
-        cast(Any, memory),
-        None,
-        cast(Any, lanes),
-        cast(Any, lanes),
-    )
-    try:
+    services = cast(Any, lanes), cast(Any, lanes)
+    restore = open_session(Identity(EPOCH, Version(5)), manifest, 2, cast(Any, memory), None, *services)
+    with closing(arena), closing(restore):
         restore.request(cast(Any, Deaf()), [0])
         lanes.timers[0]()
         assert [(each["t"], each["ok"]) for each in heard] == [("fetch-ended", False)]
         assert "no more descriptors" in heard[0]["message"]
-    finally:
-        restore.close()
-        arena.close()

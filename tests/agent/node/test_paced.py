@@ -23,7 +23,7 @@ class Job:
     """Steps that take `step_s`, commits that take `commit_s`. `snapshots`: when each was taken; `commits`: when what
     each holds was taken, and when it had ended; both since the intervals changed last."""
 
-    def __init__(self, limits: Adaptive, step_s: float, commit_s: float, slots: int = 3) -> None:
+    def __init__(self, limits: Adaptive, step_s: float, commit_s: float, slots: int) -> None:
         self.driver = Driver(1, Every(seconds=START_S), slots)
         self.learning = CostModel(limits)
         self.learning.slots = slots
@@ -109,21 +109,12 @@ LIMITS = [Adaptive(), Adaptive(at_risk_s=150), Adaptive(at_risk_s=400), Adaptive
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("commit_s", [2.0, 90.0])
-@pytest.mark.parametrize("step_s", [1.0, 20.0, 200.0])
-def test_what_is_decided_happens_and_a_limit_is_kept_or_named(step_s: float, commit_s: float, limits: Adaptive) -> None:
-    check(Job(limits, step_s, commit_s))
-
-
-@pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize("commit_s", [2.0, 90.0])
-@pytest.mark.parametrize("step_s", [1.0, 60.0])
-def test_the_same_where_memory_has_room_for_one_snapshot(step_s: float, commit_s: float, limits: Adaptive) -> None:
-    """Each has to be committed before the next is taken."""
-    check(Job(limits, step_s, commit_s, slots=1))
-
-
-def check(job: Job) -> None:
-    limits, step_s = job.learning.limits, job.step_s
+@pytest.mark.parametrize(("slots", "step_s"), [(3, 1.0), (3, 20.0), (3, 200.0), (1, 1.0), (1, 60.0)])
+def test_what_is_decided_happens_and_a_limit_is_kept_or_named(
+    slots: int, step_s: float, commit_s: float, limits: Adaptive
+) -> None:
+    """With room for one snapshot each has to be committed before the next is taken."""
+    job = Job(limits, step_s, commit_s, slots)
     while len(job.commits) < 12:
         job.run(job.step + 50)
     found = job.learning.decision
