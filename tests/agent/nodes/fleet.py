@@ -281,6 +281,13 @@ class Fleet:
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
         return made.node_by_rank, running.result()
 
+    def check_rebuild(self, identity: Identity, *ranks: int, **how: Any) -> dict[int, str]:
+        """Those ranks are made again, bit for bit, and no others. Who made which. `how`: as of `rebuild`."""
+        made, error = self.rebuild(identity, **how)
+        assert (sorted(made), error) == (list(ranks), "")
+        self.check(identity, made)
+        return made
+
     def begin_rebuild(
         self, identity: Identity, missing: Sequence[int] | None = None, urgent: bool = False
     ) -> tuple[Rebuild, Task[str]]:

@@ -142,8 +142,11 @@ def streams_of(start: Start) -> dict[int, FrameStream]:
     return streams._streams
 
 
+Begin = Callable[..., tuple[Start, Streams]]
+
+
 @pytest.fixture
-def begun(turned: Turned) -> Iterator[Callable[..., tuple[Start, Streams]]]:
+def begun(turned: Turned) -> Iterator[Begin]:
     made: list[tuple[Start, Streams]] = []
 
     def begin(*holders: tuple[str, ...], cells: int = 64) -> tuple[Start, Streams]:
@@ -158,7 +161,7 @@ def begun(turned: Turned) -> Iterator[Callable[..., tuple[Start, Streams]]]:
         streams.tasks.close()
 
 
-def test_what_one_rank_takes_whole_is_received_where_it_belongs(begun: Callable[..., tuple[Start, Streams]]) -> None:
+def test_what_one_rank_takes_whole_is_received_where_it_belongs(begun: Begin) -> None:
     start, streams = begun(("b",), ("b",))
     rank = Trainer(start, set(start.frames[1:-1]))
     start.end()
@@ -173,7 +176,7 @@ def test_what_one_rank_takes_whole_is_received_where_it_belongs(begun: Callable[
 
 @pytest.mark.parametrize("how", ["refused", "closed", "cut", "wrong", "gone"])
 def test_what_does_not_come_straight_or_not_right_comes_through_the_window(
-    how: str, begun: Callable[..., tuple[Start, Streams]], turned: Turned
+    how: str, begun: Begin, turned: Turned
 ) -> None:
     start, streams = begun(("a", "b"), ("a", "b"))
     streams.refuse, streams.closed, streams.silent = how == "refused", how == "closed", how == "gone"
@@ -193,7 +196,7 @@ def test_what_does_not_come_straight_or_not_right_comes_through_the_window(
 
 
 def test_what_several_ranks_want_comes_once_for_all_of_them_and_not_straight(
-    begun: Callable[..., tuple[Start, Streams]],
+    begun: Begin,
 ) -> None:
     start, streams = begun(("b",), ("b",))
     start.restore._count = 2
@@ -204,9 +207,7 @@ def test_what_several_ranks_want_comes_once_for_all_of_them_and_not_straight(
     assert sum(start.carrier.fetched) == start.total
 
 
-def test_a_rank_that_is_gone_leaves_no_connection_behind(
-    begun: Callable[..., tuple[Start, Streams]], turned: Turned
-) -> None:
+def test_a_rank_that_is_gone_leaves_no_connection_behind(begun: Begin, turned: Turned) -> None:
     start, streams = begun(("b",), ("b",))
     streams.silent = True
     rank = Trainer(start, set(start.frames))
@@ -219,7 +220,7 @@ def test_a_rank_that_is_gone_leaves_no_connection_behind(
     assert isinstance(rank.error, AgentError)
 
 
-def test_a_copy_that_raises_ends_the_fetch_at_once(begun: Callable[..., tuple[Start, Streams]], turned: Turned) -> None:
+def test_a_copy_that_raises_ends_the_fetch_at_once(begun: Begin, turned: Turned) -> None:
     def raises(frame: int, raw: memoryview) -> bool:
         raise ZeroDivisionError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -120,18 +121,11 @@ class Start:
             for frame, length in enumerate(made.manifest.frames["length"].tolist())
         }
 
-    def end(self) -> None:
-        """All comes that is asked for, until every rank has heard what has become of it."""
-        over = lambda: all(rank.outcome for rank in self.ranks)  # noqa: E731
+    def end(self, *ranks: Rank) -> None:
+        """All comes that is asked for, until these ranks (all by default) have heard what has become of it."""
+        over = lambda: all(rank.outcome for rank in ranks or self.ranks)  # noqa: E731
         while not over():
             self.turned.until(lambda: bool(self.carrier.coming) or over())
-            if self.carrier.coming:
-                self.carrier.come()
-
-    def end_of(self, rank: Rank) -> None:
-        """As `end`, for one of them."""
-        while not rank.outcome:
-            self.turned.until(lambda: bool(self.carrier.coming) or bool(rank.outcome))
             if self.carrier.coming:
                 self.carrier.come()
 
@@ -141,23 +135,17 @@ class Start:
             each.close()
 
 
+Begin = Callable[..., Start]
+
+
 @pytest.fixture
-def begin(turned: Turned) -> Iterator[Callable[..., Start]]:
-    made: list[Start] = []
-
-    def start(*given: Any, **more: Any) -> Start:
-        made.append(Start(turned, *given, **more))
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.close()
+def begin(turned: Turned) -> Iterator[Begin]:
+    with ExitStack() as stack:
+        yield lambda *given, **more: stack.enter_context(closing(Start(turned, *given, **more)))
 
 
 @pytest.mark.parametrize("cells", [1, 2, CELLS, 64])
-def test_all_of_a_checkpoint_passes_through_the_window_and_comes_once_for_all_ranks(
-    cells: int, begin: Callable[..., Start]
-) -> None:
+def test_all_of_a_checkpoint_passes_through_the_window_and_comes_once_for_all_ranks(cells: int, begin: Begin) -> None:
     start = begin(2, ("b",), ("b",), cells=cells)
     for rank in start.ranks:
         start.restore.request(rank, start.frames)
@@ -173,7 +161,7 @@ def test_all_of_a_checkpoint_passes_through_the_window_and_comes_once_for_all_ra
 
 
 def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_makes_room(
-    begin: Callable[..., Start], turned: Turned
+    begin: Begin, turned: Turned
 ) -> None:
     start = begin(2, ("b",), ("b",), cells=2)
     slow, gone = start.ranks
@@ -197,9 +185,7 @@ def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_makes_
 
 
 @pytest.mark.parametrize("how", ["broken", "cut", "gone"])
-def test_where_one_holder_gives_nothing_right_another_does(
-    how: str, begin: Callable[..., Start], turned: Turned
-) -> None:
+def test_where_one_holder_gives_nothing_right_another_does(how: str, begin: Begin, turned: Turned) -> None:
     start = begin(1, ("a", "b"), ("a", "b"))
     (rank,) = start.ranks
     if how == "broken":
@@ -217,7 +203,7 @@ def test_where_one_holder_gives_nothing_right_another_does(
     assert rank.outcome["ok"]
 
 
-def test_frames_that_only_a_lost_agent_has_are_awaited(begin: Callable[..., Start]) -> None:
+def test_frames_that_only_a_lost_agent_has_are_awaited(begin: Begin) -> None:
     """The link may have been cut, and come back."""
     start = begin(1, ("a",))
     start.restore.request(start.ranks[0], start.frames)
@@ -228,7 +214,7 @@ def test_frames_that_only_a_lost_agent_has_are_awaited(begin: Callable[..., Star
 
 
 def test_what_a_rank_finds_wrong_of_other_nodes_memory_is_had_nowhere_else_here_and_ends_the_fetch(
-    begin: Callable[..., Start], turned: Turned
+    begin: Begin, turned: Turned
 ) -> None:
     start = begin(1, ("b",), ("b",))
     (rank,) = start.ranks
@@ -246,7 +232,7 @@ def test_what_a_rank_finds_wrong_of_other_nodes_memory_is_had_nowhere_else_here_
 
 @pytest.mark.parametrize("count", [1, 2, 4, 16])
 def test_one_of_many_holders_that_hangs_keeps_none_of_the_others_waiting(
-    count: int, begin: Callable[..., Start], turned: Turned
+    count: int, begin: Begin, turned: Turned
 ) -> None:
     """And a half of the window is left for what ranks read."""
     start = begin(1, *[(f"n{rank % count}",) for rank in range(32)], cells=64)
@@ -273,7 +259,7 @@ def test_one_of_many_holders_that_hangs_keeps_none_of_the_others_waiting(
     assert rank.got == start.bytes_of
 
 
-def test_ranks_hear_that_it_goes_on_only_while_something_comes(begin: Callable[..., Start]) -> None:
+def test_ranks_hear_that_it_goes_on_only_while_something_comes(begin: Begin) -> None:
     start = begin(2, ("a",))
     heard: list[str] = []
     start.ranks[1].send = lambda fields, fds=(): heard.append(fields["t"])  # type: ignore[method-assign]
@@ -294,7 +280,7 @@ def test_ranks_hear_that_it_goes_on_only_while_something_comes(begin: Callable[.
     before = list(heard)
     a_while()
     assert heard == before, "nothing has come since"
-    start.end_of(start.ranks[0])
+    start.end(start.ranks[0])
     start.restore.acknowledge_frames(start.ranks[1], start.frames[-1:], [])
     a_while()
     assert not start.timers, "nobody waits any more"
@@ -311,7 +297,7 @@ def test_ranks_hear_that_it_goes_on_only_while_something_comes(begin: Callable[.
     ],
 )
 def test_only_what_every_node_gives_wrong_is_called_damaged(
-    holders: list[tuple[str, ...]], broken: str, kind: str, begin: Callable[..., Start]
+    holders: list[tuple[str, ...]], broken: str, kind: str, begin: Begin
 ) -> None:
     """What a node that is out of reach may have is not: it would be struck out, and what is older taken for the newest.
     Where one frame is damaged the others do not matter: each start would end so, while some node is lost."""
@@ -334,7 +320,7 @@ def test_only_what_every_node_gives_wrong_is_called_damaged(
 
 
 def test_so_is_what_no_store_has_either_though_a_node_that_is_gone_may_have_the_rest_of_it(
-    begin: Callable[..., Start],
+    begin: Begin,
 ) -> None:
     both = threading.Event()
 

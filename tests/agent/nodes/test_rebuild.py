@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -36,26 +37,30 @@ Make = Callable[[Mapping[str, Sequence[int]], Parity | Replicas], Fleet]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    made: list[Fleet] = []
+    with ExitStack() as stack:
+        yield lambda ranks, option: stack.enter_context(closing(Fleet(ranks, option)))
+
+
+@pytest.fixture
+def protected(make: Make) -> Make:
+    """As `make`, of nodes that keep parity or copies of STEP."""
 
     def one(ranks: Mapping[str, Sequence[int]], option: Parity | Replicas) -> Fleet:
-        made.append(Fleet(ranks, option))
-        return made[-1]
+        fleet = make(ranks, option)
+        assert fleet.protect(STEP) == ""
+        return fleet
 
-    yield one
-    for fleet in made:
-        fleet.close()
+    return one
 
 
 @pytest.mark.parametrize("ranks", [FOUR, UNEVEN, {"a": [0, 1], "b": [2]}, {"a": [0], "b": [1, 2], "c": [3]}])
 @pytest.mark.parametrize("option", [Parity(3, 1), Parity(2, 2), Parity(1, 1)])
 def test_whoever_is_lost_what_they_staged_is_made_again_bit_for_bit(
-    make: Make, ranks: Mapping[str, Sequence[int]], option: Parity
+    protected: Make, ranks: Mapping[str, Sequence[int]], option: Parity
 ) -> None:
     """Every loss of as many nodes as there are parities; and what the inventories say of it is what then happens, for
     every loss: what cannot be made keeps nothing else from it."""
-    fleet = make(ranks, option)
-    assert fleet.protect(STEP) == ""
+    fleet = protected(ranks, option)
     for count in range(1, len(ranks)):
         for gone in itertools.combinations(ranks, count):
             fleet.gone = set(gone)
@@ -84,27 +89,22 @@ def inventory(fleet: Fleet) -> Inventory:
     return whole
 
 
-def test_lost_ranks_are_spread_over_the_nodes_that_are_left_and_work_on_them_is_seen_to_move(make: Make) -> None:
+def test_lost_ranks_are_spread_over_the_nodes_that_are_left_and_work_on_them_is_seen_to_move(protected: Make) -> None:
     """Else who has asked for it would give up what takes long (agent.moving)."""
-    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
+    fleet = protected({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
     before = {name: copies.progress.count for name, copies in fleet.copies.items()}
     assert all(before.values())
     fleet.gone = {"a"}
-    made, error = fleet.rebuild(STEP)
-    assert not error
+    made = fleet.check_rebuild(STEP, 0, 1)
     assert len(set(made.values())) == 2
     assert all(fleet.copies[name].progress.count > before[name] for name in made.values())
 
 
-def test_who_makes_a_rank_again_is_told_of_the_stripes_that_it_is_in_and_not_of_the_whole_job(make: Make) -> None:
-    fleet = make({f"n{at:02}": [at] for at in range(12)}, Parity(3, 1))
-    assert fleet.protect(STEP) == ""
+def test_who_makes_a_rank_again_is_told_of_the_stripes_that_it_is_in_and_not_of_the_whole_job(protected: Make) -> None:
+    fleet = protected({f"n{at:02}": [at] for at in range(12)}, Parity(3, 1))
     fleet.said.clear()
     fleet.gone = {"n01", "n05", "n09"}
-    made, error = fleet.rebuild(STEP)
-    assert (sorted(made), error) == ([1, 5, 9], "")
-    fleet.check(STEP, made)
+    fleet.check_rebuild(STEP, 1, 5, 9)
     asked = [(fields, blobs) for fields, blobs in fleet.said if fields["t"] == "rebuild"]
     assert asked
     for fields, blobs in asked:
@@ -119,11 +119,10 @@ def test_who_makes_a_rank_again_is_told_of_the_stripes_that_it_is_in_and_not_of_
 
 @pytest.mark.parametrize("urgent", [True, False])
 def test_what_a_start_waits_for_is_lent_given_fetched_and_computed_at_normal_priority_and_outside_the_limit(
-    make: Make, monkeypatch: pytest.MonkeyPatch, urgent: bool
+    protected: Make, monkeypatch: pytest.MonkeyPatch, urgent: bool
 ) -> None:
     monkeypatch.setattr(workers, "NICE", 19)
-    fleet, nice = make(FOUR, Parity(2, 2)), set[int]()
-    assert fleet.protect(STEP) == ""
+    fleet, nice = protected(FOUR, Parity(2, 2)), set[int]()
     assert {each for _, each in fleet.moved} == {False}, "parity that is kept"
     fleet.moved.clear()
     run = fleet.turned.workers.run
@@ -137,23 +136,18 @@ def test_what_a_start_waits_for_is_lent_given_fetched_and_computed_at_normal_pri
 
     fleet.turned.workers.run = noted  # type: ignore[method-assign]
     fleet.gone = {"b", "c"}
-    made, error = fleet.rebuild(STEP, urgent=urgent)
-    assert (sorted(made), error) == ([1, 2], "")
-    fleet.check(STEP, made)
+    fleet.check_rebuild(STEP, 1, 2, urgent=urgent)
     assert {(name.split("/")[0], each) for name, each in fleet.moved} == {("copy", urgent), ("parity", urgent)}
     assert nice == {os.getpriority(os.PRIO_PROCESS, 0) if urgent else 19}
 
 
-def test_the_parity_of_a_generation_goes_only_when_a_newer_one_is_whole_at_all(make: Make) -> None:
-    fleet = make(FOUR, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
+def test_the_parity_of_a_generation_goes_only_when_a_newer_one_is_whole_at_all(protected: Make) -> None:
+    fleet = protected(FOUR, Parity(2, 2))
     fleet.gone = {"d"}
     assert "no connection" in fleet.protect(NEXT, STEP)
     for name in "abc":
         assert 5 in fleet.kept(name)
-    made, error = fleet.rebuild(STEP)
-    assert (list(made), error) == ([3], "")
-    fleet.check(STEP, made)
+    fleet.check_rebuild(STEP, 3)
     fleet.gone = set()
     assert fleet.protect(identity(15), STEP) == ""
     assert all(fleet.kept(name) == {15} for name in FOUR), "the failed attempt is gone, too"
@@ -161,18 +155,15 @@ def test_the_parity_of_a_generation_goes_only_when_a_newer_one_is_whole_at_all(m
 
 @pytest.mark.parametrize("safe", [STEP, None])
 def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_old_only_when_it_is_whole_at_all(
-    make: Make, safe: Identity | None
+    protected: Make, safe: Identity | None
 ) -> None:
     """As where a memory-only node has come or gone, and a node that was away is back, or the coordinator, which does
     not know what is safe."""
-    fleet = make(FOUR, Parity(3, 1))
-    assert fleet.protect(STEP) == ""
+    fleet = protected(FOUR, Parity(3, 1))
     before = {name: set(copies.kept.chunks_by_name) for name, copies in fleet.copies.items()}
     fleet.option, fleet.gone = Parity(1, 1), {"d"}
     assert "no connection" in fleet.protect(STEP, safe)
-    made, error = fleet.rebuild(STEP)
-    assert (list(made), error) == ([3], "")
-    fleet.check(STEP, made)
+    fleet.check_rebuild(STEP, 3)
     fleet.gone = set()
     assert fleet.protect(STEP, safe) == ""
     for name, copies in fleet.copies.items():
@@ -181,27 +172,23 @@ def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_
 
 
 def test_parity_that_a_failed_attempt_was_to_be_replaced_by_does_not_take_the_place_of_that_which_is_whole(
-    make: Make,
+    protected: Make,
 ) -> None:
     """Nothing was known to be safe when the first attempt was made; the second one is for other groups."""
-    fleet = make(FOUR, Parity(3, 1))
-    assert fleet.protect(STEP) == ""
+    fleet = protected(FOUR, Parity(3, 1))
     fleet.option, fleet.gone = Parity(1, 1), {"d"}
     assert "no connection" in fleet.protect(NEXT, None)
     fleet.option, fleet.gone = Parity(3, 1), set()
     assert fleet.protect(NEXT, STEP) == ""
     fleet.gone = {"d"}
-    made, error = fleet.rebuild(NEXT)
-    assert (list(made), error) == ([3], "")
-    fleet.check(NEXT, made)
+    fleet.check_rebuild(NEXT, 3)
 
 
 def test_parity_of_what_is_safe_of_which_a_failed_attempt_has_left_more_gives_way_where_nobody_needs_it(
-    make: Make,
+    protected: Make,
 ) -> None:
     """It was to be made anew for other groups; memory is for two generations, and it is in the store."""
-    fleet = make(FOUR, Parity(3, 1))
-    assert fleet.protect(STEP) == ""
+    fleet = protected(FOUR, Parity(3, 1))
     fleet.option, fleet.gone = Parity(1, 1), {"d"}
     assert "no connection" in fleet.protect(STEP, STEP)
     fleet.gone = set()
@@ -237,11 +224,10 @@ def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(
 
 
 def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_got_and_keeps_the_next(
-    make: Make,
+    protected: Make,
 ) -> None:
     """Whatever the system has said before of what is left."""
-    fleet = make(UNEVEN, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
+    fleet = protected(UNEVEN, Parity(2, 2))
     copies = max(fleet.copies.values(), key=lambda each: len(each.kept.chunks_by_name))
     assert len(copies.kept.chunks_by_name) > 1
     begin, used_bytes, got = copies.begin_chunk, copies.arenas.used_bytes, list[ParityChunkName]()
@@ -261,9 +247,8 @@ def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_go
 
 
 @pytest.mark.parametrize("safe", [STEP, None])
-def test_attempts_for_which_there_is_no_room_leave_nothing_behind(make: Make, safe: Identity | None) -> None:
-    fleet = make(FOUR, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
+def test_attempts_for_which_there_is_no_room_leave_nothing_behind(protected: Make, safe: Identity | None) -> None:
+    fleet = protected(FOUR, Parity(2, 2))
     for copies in fleet.copies.values():
         copies.arenas.set_limit(lambda: 1)
     for step in range(10, 30, 5):
@@ -275,11 +260,10 @@ def test_attempts_for_which_there_is_no_room_leave_nothing_behind(make: Make, sa
 
 @pytest.mark.parametrize("goes", ["with the checkpoint", "for other parity of it"])
 def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_it_is_kept(
-    make: Make, goes: str
+    protected: Make, goes: str
 ) -> None:
     """Its memory is used again at once: who still read it would get other bytes."""
-    fleet = make(FOUR, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
+    fleet = protected(FOUR, Parity(2, 2))
     heard: list[str] = []
     wanted: list[tuple[str, Sequence[int] | None]] = [(name, None) for name in FOUR]
     if goes == "with the checkpoint":
@@ -301,18 +285,15 @@ def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_i
         assert lent[name].isdisjoint(link.offers)
 
 
-def test_a_member_that_gives_other_bytes_than_it_says_gets_no_parity_and_spoils_none(make: Make) -> None:
-    fleet = make(FOUR, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
+def test_a_member_that_gives_other_bytes_than_it_says_gets_no_parity_and_spoils_none(protected: Make) -> None:
+    fleet = protected(FOUR, Parity(2, 2))
 
     def lie() -> None:
         fleet.arenas[NEXT][2].data(0, 8)[:] = b"\xff" * 8
 
     assert "another hash" in fleet.protect(NEXT, STEP, lie)
     fleet.gone = {"b", "c"}
-    made, error = fleet.rebuild(STEP)
-    assert (sorted(made), error) == ([1, 2], "")
-    fleet.check(STEP, made)
+    fleet.check_rebuild(STEP, 1, 2)
 
 
 def chunk_of(fleet: Fleet, row: Row) -> tuple[str, ParityChunk]:
@@ -324,11 +305,10 @@ def chunk_of(fleet: Fleet, row: Row) -> tuple[str, ParityChunk]:
 @pytest.mark.parametrize("row", list(Row))
 @pytest.mark.parametrize("lies", [False, True])
 def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_anything(
-    make: Make, row: Row, lies: bool
+    protected: Make, row: Row, lies: bool
 ) -> None:
     """Damaged, so that its bytes are not what its holder said; or the holder says so, too."""
-    fleet = make(FOUR, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
+    fleet = protected(FOUR, Parity(2, 2))
     name, chunk = chunk_of(fleet, row)
     chunk.data[:5] = b"wrong"
     if lies:
@@ -352,10 +332,9 @@ def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_
     [({"c"}, None, [2]), ({"c", "d"}, None, None), ({"d"}, [1, 3], [1, 3]), (set(), [1], [1])],
 )
 def test_what_a_survivor_holds_damaged_counts_as_lost(
-    make: Make, gone: set[str], missing: list[int] | None, made_again: list[int] | None
+    protected: Make, gone: set[str], missing: list[int] | None, made_again: list[int] | None
 ) -> None:
-    fleet = make(FOUR, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
+    fleet = protected(FOUR, Parity(2, 2))
     damaged = fleet.arenas[STEP][1].data(0, 8)
     before, damaged[:] = bytes(damaged), b"\xff" * 8
     fleet.gone = gone
@@ -368,22 +347,18 @@ def test_what_a_survivor_holds_damaged_counts_as_lost(
         assert (sorted(made), error) == (made_again, "")
 
 
-def test_what_is_damaged_is_done_without_once_though_several_lost_ranks_come_upon_it(make: Make) -> None:
-    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
+def test_what_is_damaged_is_done_without_once_though_several_lost_ranks_come_upon_it(protected: Make) -> None:
+    fleet = protected({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
     kept = [chunk for each in fleet.copies.values() for chunk in each.kept.chunks_by_name.values()]
     (chunk,) = [each for each in kept if each.name.stripe.ranks == {0, 1} and each.name.row is Row.P]
     chunk.data[:5] = b"wrong"
     fleet.gone = {"a"}
-    made, error = fleet.rebuild(STEP)
-    assert (sorted(made), error) == ([0, 1], "")
-    fleet.check(STEP, made)
+    fleet.check_rebuild(STEP, 0, 1)
 
 
-def test_whenever_it_is_given_up_nothing_stays_to_be_read(make: Make) -> None:
+def test_whenever_it_is_given_up_nothing_stays_to_be_read(protected: Make) -> None:
     """After each of the messages that a rebuilding takes."""
-    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
-    assert fleet.protect(STEP) == ""
+    fleet = protected({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
     fleet.gone, turned = {"a"}, fleet.turned
     work, original = [0], turned.workers.run
 

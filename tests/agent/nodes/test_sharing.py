@@ -7,6 +7,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -117,19 +118,9 @@ class Job:
         for each in self.agents:
             self.store.reads.append(Counter())
             read = lambda number=each.number: self.store.reader(number)  # noqa: E731
-            each.restore = open_session(
-                *(
-                    IDENTITY,
-                    manifest(FRAMES),
-                    1,
-                    None,
-                    read,
-                    each.workers,
-                    self.loop,
-                    window_bytes,
-                ),
-                fan=SharedRead(EPOCH, manifest(FRAMES), nodes, each.network, read, each.has_room, each.events.append),
-            )
+            fan = SharedRead(EPOCH, manifest(FRAMES), nodes, each.network, read, each.has_room, each.events.append)
+            services = each.workers, self.loop, window_bytes
+            each.restore = open_session(IDENTITY, manifest(FRAMES), 1, None, read, *services, fan=fan)
 
     def restore(self, *numbers: int, frames: Any = range(FRAMES)) -> list[Rank]:
         """A rank at each of these nodes (at all) asks for these frames."""
@@ -201,25 +192,20 @@ def test_however_many_homes_there_are_so_many_are_called_and_fetched_from_at_a_t
 
         each.network.connect = connected  # type: ignore[method-assign]
         each.network.transport.fetch = fetched  # type: ignore[method-assign]
-    try:
+    with closing(job):
         job.until_restored(job.restore())
         assert job.reads() == Counter(range(FRAMES))
         assert max(dialling) == 3
         assert max(fetching) == 1, "one more is begun then"
-    finally:
-        job.close()
 
 
 def test_frames_of_equal_bytes_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "FRAMES", 260)
-    job = Job(3, 16 * 4096)
-    try:
+    with closing(Job(3, 16 * 4096)) as job:
         ranks = job.restore(frames=range(260))
         job.until_restored(ranks)
         assert all(len(rank.got) == 260 for rank in ranks)
         assert job.reads() == Counter(range(251))
-    finally:
-        job.close()
 
 
 def test_ranks_that_come_one_after_the_other_and_want_other_frames_each_read_nothing_twice(job: Job) -> None:
