@@ -31,6 +31,7 @@ from ckpt.types import Epoch, Identity, Version
 from tests.agent.fake import OPTIONS, FakeRank
 
 REPOSITORY = Path(__file__).parents[3]
+Ranks = Callable[..., list[FakeRank]]
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def ranks(url: str) -> Iterator[Callable[..., list[FakeRank]]]:
+def ranks(url: str) -> Iterator[Ranks]:
     """Makes connected ranks, closed at the end."""
     made: list[FakeRank] = []
 
@@ -116,11 +117,8 @@ def finish(ranks: Sequence[FakeRank]) -> list[dict[str, Any]]:
 
 
 def committed_steps(url: str) -> list[int]:
-    store = open_store(url)
-    try:
+    with contextlib.closing(open_store(url)) as store:
         return [ref.identity.version.step for ref in Run(store).view().history]
-    finally:
-        store.close()
 
 
 def wait_gone(pid: int, timeout_s: float = 60) -> None:
@@ -174,7 +172,7 @@ def test_ranks_that_come_at_once_start_one_agent_for_each_url_and_it_has_no_torc
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_job_saves_commits_leaves_and_the_agent_leaves_nothing(
-    world: int, url: str, ranks: Callable[..., list[FakeRank]], runtime_dir: Path
+    world: int, url: str, ranks: Ranks, runtime_dir: Path
 ) -> None:
     job = ranks(world)
     decision = start(job)
@@ -192,9 +190,7 @@ def test_a_job_saves_commits_leaves_and_the_agent_leaves_nothing(
     assert closed == [decision.fields["epoch"]]
 
 
-def two_starts(
-    ranks: Callable[..., list[FakeRank]], world: int
-) -> tuple[list[FakeRank], list[FakeRank], tuple[int, int]]:
+def two_starts(ranks: Ranks, world: int) -> tuple[list[FakeRank], list[FakeRank], tuple[int, int]]:
     """A job that trains on beyond two committed checkpoints, ranks for another start, and the checkpoints' steps."""
     job = ranks(world)
     start(job)
@@ -203,9 +199,7 @@ def two_starts(
     return job, ranks(world), steps
 
 
-def test_a_new_start_supersedes_the_trainers_that_still_live_and_takes_their_memory(
-    url: str, ranks: Callable[..., list[FakeRank]]
-) -> None:
+def test_a_new_start_supersedes_the_trainers_that_still_live_and_takes_their_memory(url: str, ranks: Ranks) -> None:
     old, new, (_, last) = two_starts(ranks, 2)
     decision = start(new)
     assert decision.fields["candidate"]["level"] == "local"
@@ -223,7 +217,7 @@ def test_a_new_start_supersedes_the_trainers_that_still_live_and_takes_their_mem
 
 
 def test_each_start_says_how_many_steps_it_loses_and_no_step_is_lost_twice(
-    ranks: Callable[..., list[FakeRank]],
+    ranks: Ranks,
 ) -> None:
     def begin() -> tuple[FakeRank, Any]:
         (rank,) = ranks(1, options={**OPTIONS, "policy": {"steps": 1000, "seconds": None}})
@@ -249,7 +243,7 @@ def test_each_start_says_how_many_steps_it_loses_and_no_step_is_lost_twice(
     finish([rank])
 
 
-def test_a_frame_that_is_bad_in_memory_comes_from_the_store(ranks: Callable[..., list[FakeRank]]) -> None:
+def test_a_frame_that_is_bad_in_memory_comes_from_the_store(ranks: Ranks) -> None:
     _, new, (_, last) = two_starts(ranks, 2)
     seen: set[int] = set()
     lock = threading.Lock()
@@ -270,7 +264,7 @@ def test_a_frame_that_is_bad_in_memory_comes_from_the_store(ranks: Callable[...,
 
 
 def test_a_candidate_that_no_source_has_whole_is_struck_for_all_and_the_one_before_is_restored(
-    url: str, ranks: Callable[..., list[FakeRank]]
+    url: str, ranks: Ranks
 ) -> None:
     _, new, (before, last) = two_starts(ranks, 2)
     decision = new[0].begin()
@@ -304,7 +298,7 @@ def attempt(rank: FakeRank, decision: messages.Message) -> Any:
 
 
 def test_a_start_that_is_too_old_for_the_newest_checkpoint_is_an_error_and_goes_on_from_no_older_one(
-    url: str, ranks: Callable[..., list[FakeRank]]
+    url: str, ranks: Ranks
 ) -> None:
     """It would make a branch of all that the newer ckpt has saved."""
     job = ranks(1)
@@ -417,9 +411,7 @@ def test_tools_that_ask_a_lingering_agent_do_not_keep_it(url: str, monkeypatch: 
     assert asked > 2
 
 
-def test_an_agent_that_is_killed_is_started_again_and_takes_over_the_arenas(
-    url: str, ranks: Callable[..., list[FakeRank]]
-) -> None:
+def test_an_agent_that_is_killed_is_started_again_and_takes_over_the_arenas(url: str, ranks: Ranks) -> None:
     """Killed in the middle of a commit: the ranks bring their arenas, which are empty slots, and a snapshot is taken at
     once."""
     options = {**OPTIONS, "limits": {"memory": None, "bandwidth": 100_000.0}}  # its commit takes seconds
@@ -458,7 +450,7 @@ def reconnect(rank: FakeRank) -> None:
             assert time.monotonic() < deadline
 
 
-def test_what_may_go_is_deleted_after_a_commit_that_failed_too(url: str, ranks: Callable[..., list[FakeRank]]) -> None:
+def test_what_may_go_is_deleted_after_a_commit_that_failed_too(url: str, ranks: Ranks) -> None:
     """Else a store that has filled up stays full."""
     job = ranks(1)
     job[0].options = {**OPTIONS, "policy": {"steps": 1000, "seconds": None}, "keep": {"last": 1}}
@@ -483,7 +475,7 @@ def test_what_may_go_is_deleted_after_a_commit_that_failed_too(url: str, ranks: 
     finish(job)
 
 
-def test_a_dead_rank_ends_the_others_waits(url: str, ranks: Callable[..., list[FakeRank]]) -> None:
+def test_a_dead_rank_ends_the_others_waits(url: str, ranks: Ranks) -> None:
     first = ranks(2)[0]
     decision = first.begin()
     other = Process(url, 1, 2, decision.fields["epoch"])
@@ -499,7 +491,7 @@ def test_a_dead_rank_ends_the_others_waits(url: str, ranks: Callable[..., list[F
     first.leave("exception")
 
 
-def test_an_idle_agent_is_small_and_uses_no_processor_time(ranks: Callable[..., list[FakeRank]]) -> None:
+def test_an_idle_agent_is_small_and_uses_no_processor_time(ranks: Ranks) -> None:
     job = ranks(1)
     start(job)
     process = psutil.Process(job[0].connection.agent_pid)

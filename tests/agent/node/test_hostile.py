@@ -7,7 +7,6 @@ import fcntl
 import math
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from ckpt.types import FRAME_BYTES, PATH_NAME, Epoch, Identity, Version
 from tests.agent.fake import OPTIONS, FakeRank
 from tests.agent.node import test_agent
 from tests.agent.node.test_agent import checkpoint, finish, start, wait_gone
+from tests.agent.nodes.cluster import come_back
 
 url = test_agent.url  # the fixture
 EMPTY = Layout(())
@@ -93,15 +93,8 @@ class Attacker:
 
 @pytest.fixture
 def attack(url: str) -> Iterator[Callable[..., Attacker]]:
-    made: list[Attacker] = []
-
-    def make(role: str = "trainer") -> Attacker:
-        made.append(Attacker(url, role))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda role="trainer": stack.enter_context(contextlib.closing(Attacker(url, role)))
 
 
 def train_and_leave(rank: FakeRank) -> None:
@@ -113,21 +106,6 @@ def train_and_leave(rank: FakeRank) -> None:
 def kill(agent: int) -> None:
     os.kill(agent, signal.SIGKILL)
     wait_gone(agent)
-
-
-def come_back(rank: FakeRank, tries: int = 1200) -> None:
-    """As trainers do: who is refused, or was still connected to the agent that ends, tries again."""
-    for _ in range(tries):
-        try:
-            rank.connect()
-            rank.join(rank.epoch, resume=True)
-        except AgentError:
-            if rank.connection is not None:
-                rank.connection.close()
-            threading.Event().wait(0.05)
-        else:
-            return
-    raise AssertionError("no agent took the rank")
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -150,20 +128,11 @@ CLOSED: list[tuple[str, dict[str, Any]]] = [
     ("preempt", {"deadline_s": "x"}),
     ("prune", {"yes": False, "also": 5}),
 ]
+STAGED = {"attempt": 5, "version": str(Version(1)), "slot": 0, "division": "", "stall_s": 0}
 FROM_A_RANK: list[tuple[str, dict[str, Any]]] = [
     ("arena-warm", {"slot": INF, "division": ""}),
-    ("snapshot-staged", {"attempt": INF, "version": str(Version(1)), "slot": 0, "division": "", "stall_s": 0}),
-    (
-        "snapshot-staged",
-        {
-            "attempt": 5,
-            "version": str(Version(1)),
-            "slot": 0,
-            "division": "",
-            "stall_s": 0,
-            "sample": ["a", [INF], b""],
-        },
-    ),
+    ("snapshot-staged", {**STAGED, "attempt": INF}),
+    ("snapshot-staged", {**STAGED, "sample": ["a", [INF], b""]}),
     ("snapshot-staged", {"attempt": INF, "why": "late"}),
     ("save", {"version": "x", "why": "save"}),
     ("unsavable", {"version": "x", "why": ""}),
@@ -201,8 +170,6 @@ def test_a_rank_whose_message_is_impossible_loses_its_connection_and_may_come_ba
     for kind, fields in FROM_A_RANK:
         messages.send(rank.connection._sock, {"t": kind, "id": 1 << 40, **fields})
         assert rank.lost.wait(30)
-        rank.connection.close()
-        rank.warm.clear()
         come_back(rank)
         rank.wait_warm()
     assert rank.connection.agent_pid == agent
@@ -242,15 +209,11 @@ def test_an_arena_that_was_lost_on_its_way_is_sent_again_to_the_rank_that_comes_
     rank.connect()
     start([rank])
     rank.connection.close()
-    kept = rank.slots.pop(0)
-    rank.warm.clear()
-    try:
+    with contextlib.closing(rank.slots.pop(0)) as kept:
         come_back(rank)
         with rank.changed:
             assert rank.changed.wait_for(lambda: 0 in rank.warm, 30)
         assert os.path.samestat(os.fstat(rank.slots[0].fd), os.fstat(kept.fd))
-    finally:
-        kept.close()
     train_and_leave(rank)
 
 
@@ -323,12 +286,8 @@ def sealed(about: bytes, identity: Identity = SEVENTH) -> Arena:
     "metrics", [{"loss": "x"}, {"loss": [1]}, {"loss": 10**400}, 5], ids=["text", "list", "huge", "5"]
 )
 def test_an_arena_whose_metrics_are_no_numbers_holds_no_snapshot(metrics: Any) -> None:
-    arena = sealed(values.encode({"metrics": metrics}))
-    try:
-        with pytest.raises(DamagedData):
-            StagedReader().read(SEVENTH, 1, {0: arena})
-    finally:
-        arena.close()
+    with contextlib.closing(sealed(values.encode({"metrics": metrics}))) as arena, pytest.raises(DamagedData):
+        StagedReader().read(SEVENTH, 1, {0: arena})
 
 
 @pytest.mark.parametrize(
@@ -340,21 +299,14 @@ def test_an_arena_whose_metrics_are_no_numbers_holds_no_snapshot(metrics: Any) -
     ],
 )
 def test_a_header_that_names_what_no_key_has_room_for_is_damaged(identity: Identity) -> None:
-    arena = sealed(values.encode({}), identity)
-    try:
-        with pytest.raises(DamagedData):
-            arena.header()
-    finally:
-        arena.close()
+    with contextlib.closing(sealed(values.encode({}), identity)) as arena, pytest.raises(DamagedData):
+        arena.header()
 
 
 def test_the_largest_tick_that_can_be_written_is_sound() -> None:
     identity = Identity(Epoch(10**8 - 1, EPOCH.nonce), Version(10**12 - 1, SUB_MAX))
-    arena = sealed(values.encode({}), identity)
-    try:
+    with contextlib.closing(sealed(values.encode({}), identity)) as arena:
         assert arena.header().identity == identity == Identity.parse(str(identity))
-    finally:
-        arena.close()
 
 
 # --- mistakes of the agent's own -------------------------------------------------------------------------------------
@@ -394,16 +346,13 @@ def test_a_foreign_object_fails_the_start_with_its_name_and_not_the_agent(
 ) -> None:
     monkeypatch.setenv("CKPT_HEARTBEAT_S", "0.05")
     rank.settings = read_settings()
-    store = open_store(url)
-    try:
+    with contextlib.closing(open_store(url)) as store:
         store.put(key, [b"foreign"])
         rank.connect()
         agent = rank.connection.agent_pid
         with pytest.raises(CkptError, match="99999999"):
             rank.begin()
         store.delete([key])
-    finally:
-        store.close()
     start([rank])
     assert rank.connection.agent_pid == agent
     train_and_leave(rank)
@@ -423,10 +372,7 @@ def test_a_relative_runtime_folder_is_the_same_for_the_agent_which_works_elsewhe
     monkeypatch.chdir(runtime_dir)
     monkeypatch.setenv("CKPT_RUNTIME_DIR", "here")
     assert read_settings().runtime_dir == runtime_dir / "here"
-    rank = FakeRank(url, 0, 1)
-    try:
+    with contextlib.closing(FakeRank(url, 0, 1)) as rank:
         rank.connect()
         assert sorted(each.suffix for each in (runtime_dir / "here").iterdir()) == [".lock", ".log", ".sock", ".start"]
         kill(rank.connection.agent_pid)
-    finally:
-        rank.close()

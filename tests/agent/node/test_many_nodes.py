@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import ItemsView, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -112,8 +113,7 @@ def test_a_list_of_nodes_that_is_none_is_refused(wrong: bytes) -> None:
 
 def test_an_agent_takes_a_start_of_a_thousand_nodes(tmp_path: Path) -> None:
     """Which then fails, since there is nobody at the others' addresses."""
-    rank = FakeRank(str(tmp_path / "run"), 0, COUNT, "many", read_settings())
-    try:
+    with closing(FakeRank(str(tmp_path / "run"), 0, COUNT, "many", read_settings())) as rank:
         rank.connect()
         me = rank.listen(bytes(32))
         rank.nodes = [{**each, "ranks": [at]} for at, each in enumerate(told(addresses=1))]
@@ -124,8 +124,6 @@ def test_an_agent_takes_a_start_of_a_thousand_nodes(tmp_path: Path) -> None:
         soft, hard = resource.prlimit(rank.connection.agent_pid, resource.RLIMIT_NOFILE)
         assert soft == hard, "it may have a connection to each"
         assert rank.connection.status()["job"] is None
-    finally:
-        rank.close()
 
 
 def test_what_a_lender_is_told_of_the_longest_claim_fits_into_a_message() -> None:
@@ -215,8 +213,7 @@ def test_what_each_node_has_room_for_is_known_as_it_was_while_one_of_them_does_n
 
 def test_the_steps_of_all_ranks_are_those_that_each_node_has_told_and_those_of_ranks_here_on_the_page() -> None:
     world = COUNT
-    page = ControlPage.create(world)
-    try:
+    with closing(ControlPage.create(world)) as page:
         others = [RemoteShare(cast(PeerNetwork, None), f"n{rank}", EPOCH, world, [rank]) for rank in range(2, world)]
         own = SimpleNamespace(world=world, control_page=page)
         nodes = AllShares(cast(LocalShare, own), others, "n0")
@@ -230,17 +227,12 @@ def test_the_steps_of_all_ranks_are_those_that_each_node_has_told_and_those_of_r
         assert nodes.steps() == [5, 6, *told[2:]]
         assert nodes.polls() == [0, 1, *(rank % 7 if rank % 2 == 0 else 0 for rank in range(2, world))]
         assert [each is not None for each in nodes.steps_entered_s()] == [True, True]
-    finally:
-        page.close()
 
 
 def test_a_job_of_a_thousand_nodes_of_eight_ranks_has_a_control_page() -> None:
-    page = ControlPage.create(8 * 1024)
-    try:
+    with closing(ControlPage.create(8 * 1024)) as page:
         page.publish_step(8 * 1024 - 1, 7, 3)
         assert (page.entered_step(8 * 1024 - 1), page.poll_count(8 * 1024 - 1)) == (7, 3)
         assert page.leave_attempt() == 0
-    finally:
-        page.close()
     with pytest.raises(AgentError, match="1 to 16384 are allowed"):
         ControlPage.create(WORLD_MAX + 1)

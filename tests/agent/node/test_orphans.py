@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,33 +13,24 @@ from tests.agent.fake import OPTIONS, FakeRank
 from tests.agent.node import test_agent
 from tests.agent.node.test_agent import checkpoint, committed_steps, start, together, wait_gone
 
-url = test_agent.url  # the fixture
+url, ranks = test_agent.url, test_agent.ranks  # the fixtures
 SLOW = {**OPTIONS, "limits": {"memory": None, "bandwidth": 500_000.0}}  # so that the next one waits for its turn
 
 
+Launch = Callable[[str], list[FakeRank]]
+
+
 @pytest.fixture
-def ranks(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[FakeRank]]]:
-    """Makes the two ranks of one launch, connected and closed at the end."""
+def launch(ranks: Callable[..., list[FakeRank]], monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Makes the two connected ranks of the launch of that name."""
     monkeypatch.setenv("CKPT_LINGER_S", "0")
-    made: list[FakeRank] = []
-
-    def make(launch: str) -> list[FakeRank]:
-        new = [FakeRank(url, rank, 2, launch) for rank in range(2)]
-        made.extend(new)
-        for rank in new:
-            rank.options = SLOW
-            rank.connect()
-        return new
-
-    yield make
-    for rank in made:
-        rank.close()
+    return lambda name: ranks(2, name, SLOW)
 
 
 @pytest.fixture
-def last(ranks: Callable[[str], list[FakeRank]]) -> tuple[list[FakeRank], int]:
+def last(launch: Launch) -> tuple[list[FakeRank], int]:
     """A job at work whose newest step is complete in memory, while the one before it is being committed."""
-    job = ranks("first")
+    job = launch("first")
     start(job)
     checkpoint(job)
     return job, checkpoint(job)
@@ -60,10 +51,10 @@ def close(job: Sequence[FakeRank]) -> None:
 
 @pytest.mark.parametrize("outcome", ["normal", "exception"])
 def test_who_leaves_before_it_has_saved_anything_waits_until_what_it_went_on_from_is_committed(
-    outcome: str, url: str, ranks: Callable[[str], list[FakeRank]], last: tuple[list[FakeRank], int]
+    outcome: str, url: str, launch: Launch, last: tuple[list[FakeRank], int]
 ) -> None:
     old, step = last
-    new = ranks("second")
+    new = launch("second")
     decision = start(new)
     candidate: dict[str, Any] = decision.fields["candidate"]
     assert (candidate["step"], candidate["level"]) == (step, "local")
@@ -75,10 +66,10 @@ def test_who_leaves_before_it_has_saved_anything_waits_until_what_it_went_on_fro
 
 
 def test_a_start_that_fails_on_entry_loses_nothing_of_the_living_job_that_it_superseded(
-    url: str, ranks: Callable[[str], list[FakeRank]], last: tuple[list[FakeRank], int]
+    url: str, launch: Launch, last: tuple[list[FakeRank], int]
 ) -> None:
     old, step = last
-    new = ranks("second")
+    new = launch("second")
     decision = new[0].begin()
     together(new, lambda rank: rank.join(decision.fields["epoch"]))
     for rank in new:
@@ -91,10 +82,10 @@ def test_a_start_that_fails_on_entry_loses_nothing_of_the_living_job_that_it_sup
 
 
 def test_a_start_that_saves_something_is_what_counts(
-    url: str, ranks: Callable[[str], list[FakeRank]], last: tuple[list[FakeRank], int]
+    url: str, launch: Launch, last: tuple[list[FakeRank], int]
 ) -> None:
     old, _ = last
-    new = ranks("second")
+    new = launch("second")
     start(new)
     close(old)
     newer = checkpoint(new)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,27 +26,26 @@ from tests.agent.node.test_agent import checkpoint, end_agent, finish, start, tr
 url = test_agent.url  # the fixture
 HEARTBEAT_S = "2"
 BEFORE = 7  # the step that both go on from
+Machines = Callable[..., FakeRank]
 
 
 @pytest.fixture
-def machines(url: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeRank]]:
+def machines(url: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
     """Makes the one rank of a job on a machine of that name, connected and closed at the end."""
     monkeypatch.setenv("CKPT_HEARTBEAT_S", HEARTBEAT_S)
-    made: list[FakeRank] = []
+    with ExitStack() as stack:
 
-    def make(machine: str, launch: str) -> FakeRank:
-        settings = replace(read_settings(), runtime_dir=runtime_dir / machine)
-        made.append(FakeRank(url, 0, 1, launch, settings))
-        made[-1].connect()
-        return made[-1]
+        def make(machine: str, launch: str) -> FakeRank:
+            settings = replace(read_settings(), runtime_dir=runtime_dir / machine)
+            rank = stack.enter_context(closing(FakeRank(url, 0, 1, launch, settings)))
+            rank.connect()
+            return rank
 
-    yield make
-    for rank in made:
-        rank.close()
+        yield make
 
 
 @pytest.fixture
-def before(machines: Callable[..., FakeRank]) -> None:
+def before(machines: Machines) -> None:
     """A job that has come to its end."""
     job = [machines("first", "before")]
     start(job)
@@ -74,13 +74,10 @@ def go_on(rank: FakeRank, decision: messages.Message) -> None:
 
 def epochs(url: str) -> list[str]:
     """Those that have saved something after `BEFORE`, on the line or not."""
-    store = open_store(url)
-    try:
+    with closing(open_store(url)) as store:
         return sorted(
             {str(ref.identity.epoch) for ref in Run(store).view().commits if ref.identity.version.step > BEFORE}
         )
-    finally:
-        store.close()
 
 
 def claimed(url: str) -> list[str]:
@@ -113,7 +110,7 @@ def superseded(rank: FakeRank) -> str:
     return rank.superseded
 
 
-def restart_goes_on(machines: Callable[..., FakeRank], step: int) -> None:
+def restart_goes_on(machines: Machines, step: int) -> None:
     again = machines("c", "C")
     assert start([again]).fields["candidate"]["step"] == step
     finish([again])
@@ -121,9 +118,7 @@ def restart_goes_on(machines: Callable[..., FakeRank], step: int) -> None:
 
 
 @pytest.mark.usefixtures("before")
-def test_a_start_that_was_refused_commits_nothing_once_the_other_has_ended(
-    url: str, machines: Callable[..., FakeRank]
-) -> None:
+def test_a_start_that_was_refused_commits_nothing_once_the_other_has_ended(url: str, machines: Machines) -> None:
     a, b = machines("a", "A"), machines("b", "B")
     decisions = hold(a), hold(b)
     go_on(a, decisions[0])
@@ -139,9 +134,7 @@ def test_a_start_that_was_refused_commits_nothing_once_the_other_has_ended(
 
 @pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("when", ["restores", "watches"])
-def test_a_start_is_refused_where_another_has_saved_and_ended_while_it(
-    when: str, url: str, machines: Callable[..., FakeRank]
-) -> None:
+def test_a_start_is_refused_where_another_has_saved_and_ended_while_it(when: str, url: str, machines: Machines) -> None:
     a, b = machines("a", "A"), machines("b", "B")
     decisions = hold(a), hold(b)
     go_on(a, decisions[0])
@@ -163,9 +156,7 @@ def test_a_start_is_refused_where_another_has_saved_and_ended_while_it(
 
 
 @pytest.mark.usefixtures("before")
-def test_a_start_that_takes_over_goes_on_and_says_what_it_has_passed_over(
-    url: str, machines: Callable[..., FakeRank]
-) -> None:
+def test_a_start_that_takes_over_goes_on_and_says_what_it_has_passed_over(url: str, machines: Machines) -> None:
     a, b = machines("a", "A"), machines("b", "B")
     decisions = hold(a), hold(b, take_over=True)
     go_on(a, decisions[0])
@@ -181,7 +172,7 @@ def test_a_start_that_takes_over_goes_on_and_says_what_it_has_passed_over(
 
 @pytest.mark.usefixtures("before")
 def test_the_memory_of_a_refused_start_is_no_place_to_go_on_from(
-    url: str, machines: Callable[..., FakeRank], monkeypatch: pytest.MonkeyPatch
+    url: str, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = machines("a", "A")
     monkeypatch.setenv("CKPT_LINGER_S", "60")  # the agent of b stays, with what it remembers
