@@ -6,14 +6,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,10 @@ from ckpt.store.verify import verify
 from ckpt.threads import Tasks
 from ckpt.types import Identity, Version
 from tests.agent.fake import OPTIONS, FakeRank
+from tests.agent.node.test_agent import together, wait_gone
 
 COPIED = {**OPTIONS, "policy": {"steps": None, "seconds": 0.001}, "peers": {"replicas": 1}}
+ADAPTIVE = {"kind": "adaptive", "overhead": 0.05, "store_mb_s": None, "at_risk_s": None}
 LEVELS = ("local", "peer", "store")
 BOUND_S = 60.0
 
@@ -93,7 +94,9 @@ class Cluster:
         assert len(set(restored)) == 1
         identity = str(restored[0]) if restored[0] is not None else None
         self.job[0].request("restored", {"epoch": self.job[0].epoch, "identity": identity})
+        candidate = decision.fields["candidate"]
         for rank in self.job:
+            assert rank.step == (candidate["step"] if candidate is not None else 0)
             rank.check(rank.step)  # all of it is of that step, and of the branch that it says it is of
             rank.branch = int(self.job[0].epoch.split("-")[0])
         together(self.job, lambda rank: rank.wait_warm())
@@ -102,6 +105,12 @@ class Cluster:
     def start(self, *spread: int, launch: str = "test") -> messages.Message:
         self.connect(*spread, launch=launch)
         return self.enter()
+
+    def restart(self, *spread: int, launch: str = "test") -> dict[str, Any]:
+        """As `start`, of a job that goes on from a checkpoint. Returns the candidate that all ranks have restored."""
+        candidate = self.start(*spread, launch=launch).fields["candidate"]
+        assert candidate is not None, "it began afresh"
+        return dict(candidate)
 
     def checkpoint(self, *levels: str) -> int:
         """Trains in lock-step to the next appointed step, until it is complete at these levels. Returns it."""
@@ -151,14 +160,15 @@ class Cluster:
         assert {answer["committed"] for answer in left} == {str(Version(step, 1))}, left
         self.hang_up()
         for pid in self.pids.values():
-            await_end(pid)
+            wait_gone(pid)
+
+    def committed_steps(self) -> list[int]:
+        """Of the checkpoints that a restart would go on from, oldest first; each of them verified."""
+        return [identity.version.step for identity in line(self.url)]
 
     def fetched(self) -> Counter[str]:
-        """Bytes by level that the ranks of the newest job have been given."""
-        total: Counter[str] = Counter()
-        for rank in self.job:
-            total.update(rank.fetched)
-        return total
+        """Bytes by level that the ranks of the newest job have been given, of the levels that gave any."""
+        return sum((Counter(rank.fetched) for rank in self.job), Counter[str]())
 
     def keepers(self) -> dict[int, list[int]]:
         """By node of the job under way: which nodes keep copies of its ranks' snapshots."""
@@ -232,13 +242,23 @@ class Cluster:
         pid = self.pids.pop(node)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        await_end(pid)
+        wait_gone(pid)
 
     def kill(self, *nodes: int) -> None:
         """These nodes are lost: agent and ranks."""
         for node in nodes:
             self.kill_agent(node)
         self.hang_up(*nodes)
+
+    def lose(self, *nodes: int) -> None:
+        """These nodes are lost, and the job ends: the ranks of the other nodes are gone, too. Their agents stay."""
+        self.kill(*nodes)
+        self.hang_up()
+
+    def damage(self, rank: int) -> None:
+        """What that rank has staged is not what it was any more."""
+        for arena in self.job[rank].slots.values():
+            arena.data(0, 1000)[:] = bytes(range(250)) * 4
 
     def hang_up(self, *nodes: int) -> None:
         """The ranks of these nodes are gone for good (of all, where none is named). As threads they cannot die: they
@@ -262,13 +282,17 @@ class Cluster:
         return status
 
     def _status(self, settings: Settings) -> dict[str, Any]:
-        with Tasks("status") as tasks:
+        with self.tool(settings) as tool:
+            return tool.status()
+
+    @contextlib.contextmanager
+    def tool(self, settings: Settings) -> Iterator[client.Connection]:
+        """A command's connection to the agent of the node that has these settings."""
+        with Tasks("tool") as tasks:
             sock = client.connect(self.url, settings)
-            connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
-            try:
-                return connection.status()
-            finally:
-                connection.close()
+            made = client.Connection(sock, tasks, messages.Message.close, lambda why: None, "tool")
+            with contextlib.closing(made):
+                yield made
 
     def close(self) -> None:
         for rank in self._made:
@@ -280,18 +304,12 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
                 os.kill(pid, signal.SIGKILL)
-            await_end(pid)
+            wait_gone(pid)
 
 
 def pid_of(rank: FakeRank) -> int:
     assert rank.connection is not None
     return rank.connection.agent_pid
-
-
-def together(ranks: Sequence[FakeRank], what: Callable[[FakeRank], Any]) -> list[Any]:
-    """`what` on every rank at once, as in a job. Raises the first error."""
-    with Tasks("job", pool_size=len(ranks)) as tasks:
-        return [future.result(BOUND_S + 30) for future in [tasks.submit(what, rank) for rank in ranks]]
 
 
 def train(ranks: Sequence[FakeRank], until: int) -> None:
@@ -324,26 +342,11 @@ def come_back(rank: FakeRank, tries: int = 1200) -> None:
     raise AssertionError(f"no agent took rank {rank.rank}")
 
 
-def await_end(pid: int, timeout_s: float = BOUND_S) -> None:
-    """Until that process has ended; it is nobody's child here."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([pidfd], [], [], timeout_s)[0], "the agent stays"
-    finally:
-        os.close(pidfd)
-
-
 def line(url: str) -> list[Identity]:
     """The committed checkpoints that a restart would go on from, oldest first; each of them verified."""
-    store = open_store(url)
-    try:
+    with contextlib.closing(open_store(url)) as store:
         run = Run(store)
         refs = run.view().history
         for each in verify(run, refs):
             assert each.is_good, each.problems
         return [ref.identity for ref in refs]
-    finally:
-        store.close()

@@ -13,7 +13,8 @@ import pytest
 
 from ckpt.ipc.notice_sources import Sources
 from ckpt.types import Version
-from tests.agent.nodes.cluster import BOUND_S, Cluster, await_end, line, together
+from tests.agent.node.test_agent import together, wait_gone
+from tests.agent.nodes.cluster import BOUND_S, Cluster, line
 from tests.agent.nodes.test_relayed_notices import leave
 from tests.preemption.fakes import Asked, FakeService, Says, serving
 
@@ -84,7 +85,7 @@ def test_one_node_of_those_that_it_names_acknowledges_once_when_the_last_step_is
     assert machines[0].told.wait(BOUND_S)
     cluster.hang_up()
     for pid in cluster.pids.values():  # what they have not said by then they never will
-        await_end(pid)
+        wait_gone(pid)
     # By which one is a matter of who has heard of it when the job has left: machines ask once in a second.
     first, second = machines
     assert first.started + second.started == [{"EventId": "E1"}]

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -287,12 +288,9 @@ def files_of(url: str) -> dict[Path, tuple[bytes, int]]:
 
 def writers_named(url: str) -> set[str]:
     """By the only record, of its packs."""
-    store = open_store(url)
-    try:
+    with closing(open_store(url)) as store:
         (ref,) = Run(store).view().commits
         return {key.rpartition("/")[2].partition("-")[0] for key, _ in open_record(store, ref).packs}
-    finally:
-        store.close()
 
 
 class CountedClock(ManualClock):

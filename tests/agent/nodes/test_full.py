@@ -64,9 +64,8 @@ def test_training_goes_on_beside_a_full_memory_and_what_is_safe_stays(
         log = next(cluster.folder.glob(f"n{node}/*.log")).read_text()
         assert "made a mistake" not in log, log
     again = cluster.checkpoint("peer")
-    cluster.kill(1)
-    cluster.hang_up()
-    assert cluster.start(0, 2).fields["candidate"]["step"] >= again > safe
+    cluster.lose(1)
+    assert cluster.restart(0, 2)["step"] >= again > safe
 
 
 @pytest.mark.parametrize("node", [0, 2])
@@ -78,8 +77,6 @@ def test_where_a_node_is_lost_while_the_memory_of_another_is_full_what_was_safe_
         for _ in range(3):
             cluster.checkpoint("local")
         await_full(cluster, safe)
-        cluster.kill(1)
-        cluster.hang_up()
-    candidate = cluster.start(0, 2).fields["candidate"]
-    assert candidate["step"] >= safe
-    assert {level for level, count in cluster.fetched().items() if count} <= {"local", "peer"}
+        cluster.lose(1)
+    assert cluster.restart(0, 2)["step"] >= safe
+    assert set(cluster.fetched()) <= {"local", "peer"}

@@ -163,7 +163,6 @@ def test_a_container_that_another_process_fills_has_back_what_is_only_warm_and_w
     with filled(limited, left):
         cluster.await_status(1, lambda status: "memory.released" in [each["event"] for each in status["events"]])
         assert limited.ended() == 0
-        cluster.kill(0)
-        cluster.hang_up()
+        cluster.lose(0)
     candidate = cluster.start(1, 2).fields["candidate"]
     assert candidate["step"] == safe

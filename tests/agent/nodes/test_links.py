@@ -16,8 +16,10 @@ import pytest
 
 from ckpt.ipc.addresses import Address
 from ckpt.types import Identity, Version
+from tests.agent.fake import FakeRank
 from tests.agent.net.proxy import Fault, Proxy
-from tests.agent.nodes.cluster import Cluster, await_end, come_back, line, together
+from tests.agent.node.test_agent import together, wait_gone
+from tests.agent.nodes.cluster import Cluster, come_back, line
 from tests.agent.nodes.test_previous_nodes import allow_reading
 
 NAME = "0123456789abcdef"  # as long as agents' names are
@@ -67,18 +69,28 @@ def links(cluster: Cluster) -> Iterator[Links]:
         cluster.close()  # before their links
 
 
+def cut(cluster: Cluster, links: Links, node: int) -> list[FakeRank]:
+    """That node is not to be reached: its agent, its ranks and all that they hold live on. The ranks, which know it."""
+    away = [rank for rank in cluster.job if cluster.at[rank.rank] == node]
+    links.of[node].cut()
+    for rank in away:
+        assert rank.lost.wait(60)
+    return away
+
+
+def mend(away: list[FakeRank]) -> None:
+    together(away, come_back)
+    together(away, lambda rank: rank.wait_warm())
+
+
 def test_a_job_goes_on_after_the_link_between_its_nodes_was_cut(cluster: Cluster, links: Links) -> None:
     cluster.start(0, 1, 1)
     first = cluster.checkpoint("peer")
     for _ in range(2):
-        away = [rank for rank in cluster.job if cluster.at[rank.rank] == 1]
-        links.of[1].cut()
-        for rank in away:
-            assert rank.lost.wait(60)
+        away = cut(cluster, links, 1)
         job = cluster.await_status(0, lambda status: bool(status["job"]["cut_off"]))["job"]
         assert [(each["node"], each["ranks"]) for each in job["cut_off"]] == [(away[0].nodes[1]["name"], [1, 2])]
-        together(away, come_back)
-        together(away, lambda rank: rank.wait_warm())
+        mend(away)
         assert cluster.status(0)["job"]["cut_off"] == []
         again = cluster.checkpoint("peer")
         assert again > first
@@ -98,16 +110,6 @@ def steps_of(status: dict[str, Any]) -> set[int]:
     return {Identity.parse(text).version.step for text in status["copies"]}
 
 
-def cut_off(cluster: Cluster, links: Links, node: int) -> None:
-    """That node is not to be reached for a moment: its agent, its ranks and all that they hold live on."""
-    away = [rank for rank in cluster.job if cluster.at[rank.rank] == node]
-    links.of[node].cut()
-    for rank in away:
-        assert rank.lost.wait(60)
-    together(away, come_back)
-    together(away, lambda rank: rank.wait_warm())
-
-
 def lose_the_coordinator_on_the_way(cluster: Cluster, failed: int) -> None:
     """While a newer one than that, of which all had come that was to come, is on its way. What was safe comes back."""
     rank = cluster.job[0]
@@ -119,12 +121,9 @@ def lose_the_coordinator_on_the_way(cluster: Cluster, failed: int) -> None:
     safe = [
         Version.parse(version).step for (version, level), (ok, _) in list(rank.levels.items()) if level == "peer" and ok
     ]
-    cluster.kill(0)
-    cluster.hang_up()
+    cluster.lose(0)
     cluster.route = lambda node, address: address
-    candidate = cluster.start(1, 2).fields["candidate"]
-    assert candidate is not None
-    assert candidate["step"] >= max(safe)
+    assert cluster.restart(1, 2)["step"] >= max(safe)
 
 
 def test_a_link_that_is_cut_for_a_moment_takes_nothing_from_what_is_safe_though_all_copies_have_come(
@@ -139,7 +138,7 @@ def test_a_link_that_is_cut_for_a_moment_takes_nothing_from_what_is_safe_though_
     links.of[0].hang()
     step = cluster.checkpoint("local")
     await_kept(cluster, step, 0, quick)
-    cut_off(cluster, links, quick)
+    mend(cut(cluster, links, quick))
     links.of[0].mend()
     links.of[0].cut()
     assert not cluster.job[0].wait_level(Version(step), "peer")
@@ -167,7 +166,7 @@ def test_what_a_node_staged_is_written_by_who_has_its_copy_though_other_copies_a
     for rank in (cluster.job[0], cluster.job[2]):
         rank.leave("exception")
         rank.close()
-    await_end(cluster.pids[0])
+    wait_gone(cluster.pids[0])
     assert [each.version for each in line(url)] == [version]
 
 
@@ -185,10 +184,8 @@ def test_copies_whose_bytes_are_always_changed_on_the_way_are_not_kept_and_train
         link.flip(None)
     step = cluster.checkpoint("peer")
     assert step > wrong
-    cluster.kill(0)
-    cluster.hang_up()
-    decision = cluster.start(1, 2)
-    assert decision.fields["candidate"]["step"] == step
+    cluster.lose(0)
+    assert cluster.restart(1, 2)["step"] == step
     assert set(cluster.fetched()) <= {"local", "peer"}
 
 
@@ -198,14 +195,12 @@ def test_an_agent_that_hung_and_wakes_up_later_brings_nothing_old_back(cluster: 
     hung = cluster.pids[1]
     os.kill(hung, signal.SIGSTOP)
     cluster.hang_up()
-    decision = cluster.start(0, 2)
-    assert decision.fields["candidate"]["step"] == first
+    assert cluster.restart(0, 2)["step"] == first
     second = cluster.checkpoint("peer")
     assert second > first
     cluster.hang_up()
     os.kill(hung, signal.SIGCONT)
-    decision = cluster.start(1, 2, 0)  # who hung coordinates
-    assert decision.fields["candidate"]["step"] == second
+    assert cluster.restart(1, 2, 0)["step"] == second, "who hung coordinates"
     assert cluster.checkpoint("peer", "store") > second
     cluster.finish()
 
@@ -222,7 +217,7 @@ def test_an_agent_that_was_started_again_with_old_content_brings_nothing_old_bac
     cluster.kill_agent(2)
     old, cluster.job = cluster.job, []
     allow_reading(cluster)
-    assert cluster.start(0, 1).fields["candidate"]["step"] == stored
+    assert cluster.restart(0, 1)["step"] == stored
     again = cluster.checkpoint("peer")
     assert again < later
     cluster.hang_up()
@@ -231,8 +226,7 @@ def test_an_agent_that_was_started_again_with_old_content_brings_nothing_old_bac
         come_back(rank)
     # Its slots are kept, unread.
     cluster.await_status(2, lambda status: any(slot["leases"] for slot in status["job"]["slots"]))
-    decision = cluster.start(2, 0, 1)  # who has the old content coordinates
-    assert decision.fields["candidate"]["step"] == again
+    assert cluster.restart(2, 0, 1)["step"] == again, "who has the old content coordinates"
     assert cluster.checkpoint("peer", "store") > again
 
 
@@ -247,6 +241,6 @@ def test_an_agent_hears_that_the_job_is_over_though_its_coordinator_is_gone_befo
     os.kill(cluster.pids[1], signal.SIGSTOP)
     cluster.hang_up(1)
     cluster.hang_up(0)
-    await_end(cluster.pids[0])
+    wait_gone(cluster.pids[0])
     os.kill(cluster.pids[1], signal.SIGCONT)
-    await_end(cluster.pids[1])
+    wait_gone(cluster.pids[1])

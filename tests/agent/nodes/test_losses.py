@@ -7,7 +7,7 @@ import pytest
 
 from ckpt.errors import NoCheckpoint
 from ckpt.types import Version
-from tests.agent.nodes.cluster import LEVELS, Cluster, train
+from tests.agent.nodes.cluster import ADAPTIVE, LEVELS, Cluster, train
 
 
 @pytest.fixture(autouse=True)
@@ -15,27 +15,20 @@ def no_commits(cluster: Cluster) -> None:
     cluster.forbid_commits()
 
 
-def damage(cluster: Cluster, rank: int) -> None:
-    """What that rank has staged is not what it was any more."""
-    for arena in cluster.job[rank].slots.values():
-        arena.data(0, 1000)[:] = bytes(range(250)) * 4
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_is_damaged_in_one_nodes_memory_comes_from_a_copy(rank: int, cluster: Cluster) -> None:
     cluster.start(0, 1, 2)
     step = cluster.checkpoint("peer")
-    damage(cluster, rank)
+    cluster.damage(rank)
     cluster.hang_up()
-    assert cluster.start(0, 1, 2).fields["candidate"]["step"] == step
+    assert cluster.restart(0, 1, 2)["step"] == step
 
 
 def test_a_start_whose_only_checkpoint_cannot_be_had_any_more_is_an_error_and_no_fresh_one(cluster: Cluster) -> None:
     cluster.start(0, 1)
     cluster.checkpoint("peer")
-    damage(cluster, 0)
-    cluster.kill(1)
-    cluster.hang_up()
+    cluster.damage(0)
+    cluster.lose(1)
     cluster.connect(0, 1)
     for _ in range(2):
         with pytest.raises(NoCheckpoint, match="step"):
@@ -50,18 +43,15 @@ def test_one_node_after_the_other_may_be_lost_once_what_has_lost_its_copies_has_
     first, second, last = order
     cluster.start(0, 1, 2)
     step = cluster.checkpoint("peer")
-    cluster.kill(first)
-    cluster.hang_up()
+    cluster.lose(first)
     decision = cluster.start(second, last)
     assert decision.fields["candidate"]["step"] == step
     told = cluster.await_event("replica.restored")
     assert told["identity"] == decision.fields["candidate"]["identity"]
     assert told["bytes"] > 0
     assert cluster.job[0].levels == {}
-    cluster.kill(second)
-    cluster.hang_up()
-    decision = cluster.start(last)
-    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    cluster.lose(second)
+    assert cluster.restart(last)["step"] == step
     assert set(cluster.fetched()) == {"local"}
     assert cluster.checkpoint("local") > step
 
@@ -93,10 +83,8 @@ def test_what_an_agent_kept_for_others_is_copied_to_it_again_once_it_is_back(clu
     cluster.come_back(1)
     rank.wait_warm()
     cluster.await_event("replication.done", 2)
-    cluster.kill(0)
-    cluster.hang_up()
-    decision = cluster.start(1)
-    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    cluster.lose(0)
+    assert cluster.restart(1)["step"] == step
     assert set(cluster.fetched()) == {"local"}
 
 
@@ -104,8 +92,7 @@ def test_a_start_that_begins_afresh_since_a_part_of_the_newest_is_lost_says_so_l
     cluster.options = {**cluster.options, "peers": None}
     cluster.start(0, 1)
     step = cluster.checkpoint("local")
-    cluster.kill(1)
-    cluster.hang_up()
+    cluster.lose(1)
     decision = cluster.start(0, 2)
     assert decision.fields["candidate"] is None
     (told,) = [each for each in cluster.job[0].events if each["name"] == "restore.lost"]
@@ -117,8 +104,7 @@ def test_a_start_that_begins_afresh_since_a_part_of_the_newest_is_lost_says_so_l
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_node_that_was_lost_counts_as_one_and_dead_ranks_alone_do_not(lost: bool, cluster: Cluster) -> None:
-    limits = {"overhead": 0.05, "store_mb_s": None, "at_risk_s": None}
-    cluster.options = {**cluster.options, "policy": {"kind": "adaptive", **limits}}
+    cluster.options = {**cluster.options, "policy": ADAPTIVE}
     cluster.start(0, 1)
     train(cluster.job, 3)
     cluster.save("peer")

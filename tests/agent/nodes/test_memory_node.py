@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_when_the_trainers_node_is_lost_its_state_comes_back_from_there_onto_any
     step = lent.checkpoint("peer")
     lent.kill(0)
     decision = lent.start(*after, launch="another")
-    assert decision.fields["candidate"]["step"] == step == lent.job[0].step
+    assert decision.fields["candidate"]["step"] == step
     assert decision.fields["candidate"]["level"] == "peer"
     assert decision.fields["steps_lost"] is None, "who keeps copies has not seen how far the job came"
     assert set(lent.fetched()) == {"peer"}
@@ -79,7 +80,7 @@ def test_a_memory_only_node_that_stops_in_the_middle_of_a_restore_costs_that_sta
     finally:
         os.kill(lent.lending[0].pid, signal.SIGCONT)
     lent.hang_up()
-    assert lent.start(1, launch="a third").fields["candidate"]["step"] == step == lent.job[0].step
+    assert lent.restart(1, launch="a third")["step"] == step
 
 
 def text_of(cluster: Cluster, name: str) -> str:
@@ -140,12 +141,12 @@ def test_when_all_of_several_trainers_nodes_are_lost_it_has_everything_and_gives
         cluster.await_lending(lambda status: status["error"] is not None)
         cluster.allow_commits()
         assert cluster.end_lending() == 0  # it tries once more
-        assert committed(cluster) == [step]
+        assert cluster.committed_steps() == [step]
         cluster.peers = []
-        candidate = cluster.start(2, launch="another").fields["candidate"]
+        candidate = cluster.restart(2, launch="another")
         assert (candidate["step"], candidate["level"]) == (step, "store")
     else:
-        assert cluster.start(2).fields["candidate"]["step"] == step == cluster.job[0].step
+        assert cluster.restart(2)["step"] == step
         assert set(cluster.fetched()) == {"peer"}
 
 
@@ -153,20 +154,15 @@ def slowly(cluster: Cluster, bandwidth: float | None = SLOW) -> None:
     cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": bandwidth}}
 
 
-def committed(cluster: Cluster) -> list[int]:
-    """The steps of the line."""
-    return [identity.version.step for identity in line(cluster.url)]
-
-
 def test_it_commits_of_itself_once_nobody_has_been_there_for_so_long(cluster: Cluster) -> None:
     cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0.5")["listen"]
     slowly(cluster)
     cluster.start(0, 0)
     step = cluster.checkpoint("peer")
-    assert committed(cluster) == []
+    assert cluster.committed_steps() == []
     cluster.kill(0)
-    cluster.await_lending(lambda status: bool(committed(cluster)))
-    assert committed(cluster) == [step]
+    cluster.await_lending(lambda status: bool(cluster.committed_steps()))
+    assert cluster.committed_steps() == [step]
 
 
 def test_a_job_that_begins_while_it_commits_goes_on_from_the_same_and_neither_hurts_the_other(cluster: Cluster) -> None:
@@ -177,11 +173,12 @@ def test_a_job_that_begins_while_it_commits_goes_on_from_the_same_and_neither_hu
     cluster.kill(0)
     cluster.await_lending(lambda status: status["committing"] is not None)
     slowly(cluster, None)
-    decision = cluster.start(1, 1)  # on a machine that is slow enough the commit ends meanwhile: that is right, too
-    assert decision.fields["candidate"]["step"] == step
+    # On a machine that is slow enough the commit ends meanwhile: that is right, too.
+    assert cluster.restart(1, 1)["step"] == step
     later = cluster.checkpoint("peer", "store")
     cluster.await_lending(lambda status: status["committing"] is None)
-    assert committed(cluster) in ([later], [step, later])  # the start has ended that commit, or came too late for it
+    # The start has ended that commit, or came too late for it.
+    assert cluster.committed_steps() in ([later], [step, later])
 
 
 @pytest.mark.parametrize("committing", [False, True])
@@ -203,11 +200,10 @@ def test_once_a_job_has_gone_on_from_something_older_what_it_keeps_is_not_put_on
         cluster.await_lending(lambda status: status["committing"] is not None)
     cluster.peers = []
     slowly(cluster, None)
-    decision = cluster.start(2)
-    assert decision.fields["candidate"]["step"] == older
+    assert cluster.restart(2)["step"] == older
     later = cluster.checkpoint("store")
     assert cluster.end_lending() == 0  # when it has tried
-    assert committed(cluster) == [older, later]
+    assert cluster.committed_steps() == [older, later]
     assert later == lost  # of another branch: told apart by its epoch
     cluster.finish()
 
@@ -218,17 +214,14 @@ def test_a_coordinator_that_hung_and_wakes_up_commits_beside_it(cluster: Cluster
     cluster.start(0, 0)
     step = cluster.checkpoint("peer")
     os.kill(cluster.pids[0], signal.SIGSTOP)
-    cluster.await_lending(lambda status: bool(committed(cluster)))  # once it has been silent for long enough
+    cluster.await_lending(lambda status: bool(cluster.committed_steps()))  # once it has been silent for long enough
     os.kill(cluster.pids[0], signal.SIGCONT)
     assert cluster.await_event("agent.stood_still")["for_s"] > 10, "it was this one that said nothing"
     assert cluster.job[0].wait_level(Version(step), "store")
-    store = open_store(cluster.url)
-    try:
+    with closing(open_store(cluster.url)) as store:
         records = [ref.identity.version.step for ref in Run(store).view().commits]
-    finally:
-        store.close()
     assert records == [step, step]
-    assert committed(cluster) == [step]
+    assert cluster.committed_steps() == [step]
     assert cluster.checkpoint("peer", "store") > step
 
 
@@ -263,7 +256,7 @@ def test_what_it_keeps_stays_until_something_newer_is_safe_though_that_does_not_
     assert cluster.checkpoint("local") > step
     assert cluster.checkpoint("local") > step + 1
     cluster.kill(1)
-    assert cluster.start(2).fields["candidate"]["step"] == step
+    assert cluster.restart(2)["step"] == step
 
 
 @pytest.mark.parametrize(
@@ -319,7 +312,7 @@ def test_a_job_of_another_url_neither_goes_on_from_what_is_kept_there_nor_costs_
 
     cluster.url = url
     assert cluster.lending_status()["whole"] == kept
-    assert cluster.start(2).fields["candidate"]["step"] == step
+    assert cluster.restart(2)["step"] == step
 
 
 def test_one_that_lends_too_little_is_not_used_and_that_is_said(cluster: Cluster) -> None:

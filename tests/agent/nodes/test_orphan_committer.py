@@ -4,7 +4,7 @@ committed."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,9 +17,9 @@ from ckpt.agent.runtime.coroutines import Promise, spawn
 from ckpt.agent.snapshots.inventory import Inventory
 from ckpt.ipc.messages import Message
 from ckpt.ipc.node_list import NodeAt
-from tests.agent.node.test_agent import wait_for
-from tests.agent.nodes.cluster import Cluster, await_end, line
-from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of
+from tests.agent.node.test_agent import wait_for, wait_gone
+from tests.agent.nodes.cluster import Cluster
+from tests.agent.nodes.test_hostile_peers import MakeLiar, liar, node_of
 from tests.agent.nodes.test_permissions import ask
 from tests.agent.parts import bare_context
 
@@ -43,17 +43,22 @@ def save_nowhere_but_in_memory(cluster: Cluster, peers: Mapping[str, Any], *spre
     return cluster.checkpoint("peer")
 
 
+def check_committed_without_coordinator(cluster: Cluster, step: int) -> None:
+    """The coordinator's node is lost, and the job ends: the other nodes commit that step, and nothing else."""
+    cluster.kill(0)
+    cluster.allow_commits()
+    cluster.hang_up()
+    wait_for(lambda: bool(cluster.committed_steps()))
+    assert cluster.committed_steps() == [step]
+
+
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("peers", [COPIES, PARITY])
 def test_what_is_safe_with_others_is_committed_by_them_when_its_coordinator_is_lost(
     cluster: Cluster, peers: dict[str, Any]
 ) -> None:
     step = save_nowhere_but_in_memory(cluster, peers, 0, 0, 1, 2)
-    cluster.kill(0)
-    cluster.allow_commits()
-    cluster.hang_up(1, 2)
-    wait_for(lambda: bool(line(cluster.url)))
-    assert [identity.version.step for identity in line(cluster.url)] == [step]
+    check_committed_without_coordinator(cluster, step)
 
 
 @pytest.mark.usefixtures("soon")
@@ -62,11 +67,7 @@ def test_an_agent_that_was_started_again_meanwhile_commits_it_too(cluster: Clust
     cluster.kill_agent(1)
     cluster.come_back(1)
     step = cluster.checkpoint("peer")
-    cluster.kill(0)
-    cluster.allow_commits()
-    cluster.hang_up(1)
-    wait_for(lambda: bool(line(cluster.url)))
-    assert [identity.version.step for identity in line(cluster.url)] == [step]
+    check_committed_without_coordinator(cluster, step)
 
 
 @pytest.mark.usefixtures("soon")
@@ -76,8 +77,8 @@ def test_what_is_not_whole_any_more_is_left_alone(cluster: Cluster) -> None:
     cluster.kill(0, 2)
     cluster.allow_commits()
     cluster.hang_up(1)
-    await_end(cluster.pids[1])
-    assert line(cluster.url) == []
+    wait_gone(cluster.pids[1])
+    assert cluster.committed_steps() == []
 
 
 @pytest.mark.usefixtures("soon")
@@ -90,11 +91,10 @@ def test_a_start_that_comes_while_it_is_written_goes_on_from_memory(cluster: Clu
     data = Path(cluster.url) / "data"
     wait_for(lambda: data.is_dir() and any(data.iterdir()))
     cluster.options = {**cluster.options, "limits": NO_LIMITS}
-    decision = cluster.start(1, 2, 3)
-    assert decision.fields["candidate"]["step"] == step
+    assert cluster.restart(1, 2, 3)["step"] == step
     assert set(cluster.fetched()) <= {"local", "peer"}
     newer = cluster.checkpoint("store")
-    assert [identity.version.step for identity in line(cluster.url)] in ([newer], [step, newer])
+    assert cluster.committed_steps() in ([newer], [step, newer])
     cluster.finish()
 
 
@@ -102,13 +102,9 @@ def test_a_start_that_comes_while_it_is_written_goes_on_from_memory(cluster: Clu
 def test_a_later_start_that_saved_nothing_is_followed_by_what_it_went_on_from(cluster: Cluster) -> None:
     step = save_nowhere_but_in_memory(cluster, COPIES, 0, 1, 2)
     cluster.hang_up()
-    assert cluster.start(0, 1, 2).fields["candidate"]["step"] == step
+    assert cluster.restart(0, 1, 2)["step"] == step
     cluster.appointed()  # all nodes know by then that it has begun: else they keep what they have for it for a while
-    cluster.kill(0)
-    cluster.allow_commits()
-    cluster.hang_up(1, 2)
-    wait_for(lambda: bool(line(cluster.url)))
-    assert [identity.version.step for identity in line(cluster.url)] == [step]
+    check_committed_without_coordinator(cluster, step)
 
 
 LEFT = {"t": "survey", "for_orphans": True}
@@ -127,7 +123,7 @@ def left_alone(cluster: Cluster, linger_s: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_of_two_nodes_that_ask_each_other_one_goes_on_and_begins_again_when_nothing_came_of_the_other(
-    cluster: Cluster, liar: Callable[..., Liar], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, liar: MakeLiar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = left_alone(cluster, "24", monkeypatch)
     cluster.allow_commits()
@@ -145,25 +141,25 @@ def test_of_two_nodes_that_ask_each_other_one_goes_on_and_begins_again_when_noth
     assert ask(later, left, LEFT)[0] is not None  # it has ended its own
     later.say(left, NOTHING, [])
     earlier.say(left, NOTHING, [])
-    wait_for(lambda: bool(line(cluster.url)))
+    wait_for(lambda: bool(cluster.committed_steps()))
 
 
 def test_who_is_asked_for_what_is_left_stays_until_the_outcome(
-    cluster: Cluster, liar: Callable[..., Liar], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, liar: MakeLiar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has been long enough alone to end; who has asked may be at work on what it has."""
     left, other = left_alone(cluster, "6", monkeypatch), liar("!")
     answer, error = ask(other, left, LEFT)
     assert answer is not None, error
     with pytest.raises(AssertionError, match="the agent stays"):
-        await_end(cluster.pids[1], 8.0)
+        wait_gone(cluster.pids[1], 8.0)
     other.alive(left)
     other.say(left, NOTHING, [])
-    await_end(cluster.pids[1])
+    wait_gone(cluster.pids[1])
 
 
 def test_what_is_left_gives_way_to_a_start_there_and_then(
-    cluster: Cluster, liar: Callable[..., Liar], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, liar: MakeLiar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = left_alone(cluster, "120", monkeypatch)
     start, other = liar("~"), liar("!")
@@ -173,14 +169,14 @@ def test_what_is_left_gives_way_to_a_start_there_and_then(
 
 
 def test_what_was_committed_elsewhere_is_left_alone(
-    cluster: Cluster, liar: Callable[..., Liar], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, liar: MakeLiar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, other = left_alone(cluster, "12", monkeypatch), liar("!")
     cluster.allow_commits()
     assert ask(other, left, LEFT)[0] is not None
     other.say(left, {**NOTHING, "settled": cluster.job[0].epoch}, [])
-    await_end(cluster.pids[1])
-    assert line(cluster.url) == []
+    wait_gone(cluster.pids[1])
+    assert cluster.committed_steps() == []
 
 
 def test_nobody_is_asked_once_the_attempt_is_over() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -63,14 +64,11 @@ def commit_with_one_in_trouble(cluster: Cluster, url: str, link: Proxy) -> Versi
 
 def orphans(url: str, version: Version) -> set[str]:
     """What prune deletes; of a run that has ended. Packs of that version are all it finds."""
-    store = open_store(url)
-    try:
+    with closing(open_store(url)) as store:
         run = Run(store)
         packs = set(Pruner(run, None, grace_s=-5.0).plan(run.view(), Keep()).packs)
         referred = {pack for ref in run.view().history for pack, _ in open_record(store, ref).packs}
         there = {info.key for info in store.list("data/")}
-    finally:
-        store.close()
     assert packs == there - referred
     assert all(f"-{version}/" in pack for pack in packs), packs
     return packs
@@ -79,8 +77,7 @@ def orphans(url: str, version: Version) -> set[str]:
 def check_restored(cluster: Cluster, version: Version) -> None:
     """Onto other nodes, from the store: each rank looks at every value."""
     cluster.kill(*cluster.pids)
-    decision = cluster.start(5, 6)
-    assert decision.fields["candidate"]["step"] == version.step
+    assert cluster.restart(5, 6)["step"] == version.step
     assert cluster.fetched()["store"], "what one node reads it gives to the other"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -17,7 +16,7 @@ from ckpt.ipc.node_list import NodeAt
 from ckpt.store.lineage import NUMBER_MAX
 from ckpt.types import Epoch
 from tests.agent.nodes.cluster import Cluster, train
-from tests.agent.nodes.test_hostile_peers import OTHER, Liar, liar, node_of
+from tests.agent.nodes.test_hostile_peers import OTHER, Liar, MakeLiar, liar, node_of
 
 __all__ = ["liar"]
 
@@ -50,7 +49,7 @@ def held(who: Liar, node: NodeAt) -> Inventory:
 
 
 def test_a_start_that_no_rank_here_waits_for_is_not_believed_and_the_job_goes_on(
-    at_work: Cluster, liar: Callable[..., Liar]
+    at_work: Cluster, liar: MakeLiar
 ) -> None:
     hostile = liar()
     for rank in range(2):
@@ -59,7 +58,7 @@ def test_a_start_that_no_rank_here_waits_for_is_not_believed_and_the_job_goes_on
     assert at_work.checkpoint("peer")
 
 
-def test_only_who_leads_a_start_or_a_job_has_snapshots_given_out(at_work: Cluster, liar: Callable[..., Liar]) -> None:
+def test_only_who_leads_a_start_or_a_job_has_snapshots_given_out(at_work: Cluster, liar: MakeLiar) -> None:
     hostile, node = liar(), node_of(at_work, 1)
     epoch = at_work.job[0].epoch
     which = f"{epoch}-{at_work.job[0].step:012d}.0000"
@@ -72,7 +71,7 @@ def test_only_who_leads_a_start_or_a_job_has_snapshots_given_out(at_work: Cluste
 
 
 def test_from_the_answer_to_a_start_until_its_outcome_what_was_listed_stays_though_the_job_before_it_lives(
-    at_work: Cluster, liar: Callable[..., Liar]
+    at_work: Cluster, liar: MakeLiar
 ) -> None:
     """The start has reached one node only, and not the coordinator."""
     starting, node = liar("starting"), node_of(at_work, 1)
@@ -89,7 +88,7 @@ def test_from_the_answer_to_a_start_until_its_outcome_what_was_listed_stays_thou
 
 
 def test_from_the_answer_to_a_start_until_its_outcome_no_memory_that_was_listed_is_made_anew(
-    at_work: Cluster, liar: Callable[..., Liar]
+    at_work: Cluster, liar: MakeLiar
 ) -> None:
     """The start has reached one node only. The job before it has a larger state from here on."""
     starting, node = liar("starting"), node_of(at_work, 1)
@@ -102,7 +101,7 @@ def test_from_the_answer_to_a_start_until_its_outcome_no_memory_that_was_listed_
 
 
 def test_a_coordinator_that_was_asked_decides_nothing_until_the_outcome_and_is_superseded_by_it(
-    at_work: Cluster, liar: Callable[..., Liar]
+    at_work: Cluster, liar: MakeLiar
 ) -> None:
     starting, nodes = liar("starting"), [node_of(at_work, rank) for rank in range(2)]
     (newest,) = held(starting, nodes[0]).complete_checkpoints()[-1:]
@@ -118,7 +117,7 @@ def test_a_coordinator_that_was_asked_decides_nothing_until_the_outcome_and_is_s
 
 
 def test_an_epoch_that_no_start_can_have_come_to_is_not_believed_to_have_begun_and_the_job_goes_on(
-    at_work: Cluster, liar: Callable[..., Liar]
+    at_work: Cluster, liar: MakeLiar
 ) -> None:
     """Nothing would be left for the starts after it: they take a larger number."""
     hostile, number = liar(), Epoch.parse(at_work.job[0].epoch).number
@@ -136,7 +135,7 @@ def test_an_epoch_that_no_start_can_have_come_to_is_not_believed_to_have_begun_a
 
 @pytest.mark.parametrize("heard", [(0,), (1,), (0, 1)])
 def test_a_start_elsewhere_that_no_store_has_heard_of_is_outdone_by_the_next_and_freezes_nothing(
-    heard: tuple[int, ...], at_work: Cluster, liar: Callable[..., Liar]
+    heard: tuple[int, ...], at_work: Cluster, liar: MakeLiar
 ) -> None:
     """It began and its nodes were lost before it was claimed; these nodes know of it by its outcome."""
     nodes = [node_of(at_work, rank) for rank in heard]

@@ -10,10 +10,9 @@ import pytest
 from ckpt.errors import RunInUse
 from ckpt.ipc import client
 from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
-from ckpt.threads import Tasks
 from ckpt.types import Version
 from tests.agent.node.test_agent import train, wait_for
-from tests.agent.nodes.cluster import Cluster, line
+from tests.agent.nodes.cluster import ADAPTIVE, Cluster, line
 from tests.cli.stores import ckpt
 
 
@@ -79,8 +78,7 @@ def test_an_agent_that_goes_on_from_others_memory_shows_what_the_store_has(clust
         Path(cluster.url, "data").rename(Path(cluster.url, "kept"))  # nobody reads it here
         cluster.forbid_commits()
         step = cluster.checkpoint("peer")
-    cluster.kill(0)
-    cluster.hang_up()
+    cluster.lose(0)
     candidate = cluster.start(2, 1).fields["candidate"]
     assert (candidate["step"], candidate["level"]) == (step, "peer")
     assert cluster.status(2)["account"]["safe"]["store"]["step"] == stored
@@ -116,13 +114,8 @@ def test_what_came_from_the_store_is_not_shown_as_safe_in_other_nodes_memory(clu
 
 def prune(cluster: Cluster, node: int, fields: dict[str, Any]) -> dict[str, Any]:
     """As ckpt prune does on that node."""
-    with Tasks("tool") as tasks:
-        sock = client.connect(cluster.url, cluster.settings(node))
-        tool = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
-        try:
-            return client.decode_body(tool.request("prune", fields))
-        finally:
-            tool.close()
+    with cluster.tool(cluster.settings(node)) as tool:
+        return client.decode_body(tool.request("prune", fields))
 
 
 RATE = 400_000.0
@@ -136,11 +129,9 @@ def test_copies_keep_to_their_bandwidth_on_every_node_and_what_a_start_waits_for
     step = cluster.checkpoint("peer")
     told = cluster.await_event("replication.done")
     assert told["seconds"] >= 0.9 * STATE_BYTES / 3 / RATE, "some node sends a third of the state, or more"
-    cluster.kill(1)
-    cluster.hang_up()
+    cluster.lose(1)
     cluster.options["limits"]["peer_bandwidth"] = float(PEER_BANDWIDTH_MIN)
-    decision = cluster.start(3, 0, 2)
-    assert decision.fields["candidate"]["step"] == step
+    assert cluster.restart(3, 0, 2)["step"] == step
     assert cluster.fetched()["peer"] > 100_000
     assert [cluster.status(node)["peer_bandwidth"] for node in (3, 0, 2)] == [PEER_BANDWIDTH_MIN] * 3
 
@@ -164,10 +155,9 @@ def test_a_restart_comes_from_memory_on_whatever_nodes_and_any_number_of_ranks(
 ) -> None:
     cluster.start(*before)
     step = cluster.checkpoint("peer")
-    cluster.kill(*gone)
-    cluster.hang_up()
+    cluster.lose(*gone)
     candidate = cluster.start(*after).fields["candidate"]
-    assert candidate["step"] == step == cluster.job[0].step
+    assert candidate["step"] == step
     assert candidate["level"] == ("local" if len(set(after)) == 1 else "peer")
     assert set(cluster.fetched()) <= {"local", "peer"}
     assert cluster.checkpoint("peer" if len(set(after)) > 1 else "local", "store") > step
@@ -176,8 +166,7 @@ def test_a_restart_comes_from_memory_on_whatever_nodes_and_any_number_of_ranks(
 
 def test_what_was_learnt_outlives_the_loss_of_the_coordinators_node(cluster: Cluster) -> None:
     """The next coordinator goes on from memory, and no agent that is left had learnt anything."""
-    limits = {"overhead": 0.05, "store_mb_s": None, "at_risk_s": None}
-    cluster.options = {**cluster.options, "policy": {"kind": "adaptive", **limits}}
+    cluster.options = {**cluster.options, "policy": ADAPTIVE}
 
     def losses_seen(node: int) -> int:
         found: int = cluster.status(node)["job"]["rates"]["node"]["seen"]
@@ -186,16 +175,13 @@ def test_what_was_learnt_outlives_the_loss_of_the_coordinators_node(cluster: Clu
     cluster.start(0, 1)
     train(cluster.job, 3)
     cluster.save("peer")
-    cluster.kill(1)
-    cluster.hang_up()
+    cluster.lose(1)
     cluster.start(0, 2)
     assert losses_seen(0) == 1
     train(cluster.job, cluster.job[0].step + 3)
     cluster.save("peer", "store")
-    cluster.kill(0)
-    cluster.hang_up()
-    decision = cluster.start(2, 3)
-    assert decision.fields["candidate"]["level"] == "peer"
+    cluster.lose(0)
+    assert cluster.restart(2, 3)["level"] == "peer"
     wait_for(lambda: losses_seen(2) == 2)
 
 
@@ -203,15 +189,12 @@ def test_what_was_learnt_outlives_the_loss_of_the_coordinators_node(cluster: Clu
 def test_nodes_that_took_all_copies_with_them_count_as_a_loss_that_only_the_store_survives(
     gone: tuple[int, ...], cluster: Cluster
 ) -> None:
-    limits = {"overhead": 0.05, "store_mb_s": None, "at_risk_s": None}
-    cluster.options = {**cluster.options, "policy": {"kind": "adaptive", **limits}}
+    cluster.options = {**cluster.options, "policy": ADAPTIVE}
     cluster.start(0, 1, 2)
     train(cluster.job, 3)
     step = cluster.save("peer", "store").step
-    for node in gone:
-        cluster.kill(node)
-    cluster.hang_up()
-    decision = cluster.start(*{0, 3, 4, 5}.difference(gone))
-    assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "store")
+    cluster.lose(*gone)
+    candidate = cluster.restart(*{0, 3, 4, 5}.difference(gone))
+    assert (candidate["step"], candidate["level"]) == (step, "store")
     rates = cluster.status(min({0, 3}.difference(gone)))["job"]["rates"]
     assert {name: each["seen"] for name, each in rates.items() if each["seen"]} == {"job": 1}

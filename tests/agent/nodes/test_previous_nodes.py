@@ -48,21 +48,17 @@ def test_a_start_on_other_nodes_goes_on_from_what_is_left_of_those_before(
     before: tuple[int, ...], lost: tuple[int, ...], after: tuple[int, ...], cluster: Cluster
 ) -> None:
     _, step = newer_in_memory(cluster, *before)
-    cluster.kill(*lost)
-    cluster.hang_up()
-    decision = cluster.start(*after)
-    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
-    assert decision.fields["candidate"]["level"] == "peer"
+    cluster.lose(*lost)
+    candidate = cluster.restart(*after)
+    assert (candidate["step"], candidate["level"]) == (step, "peer")
     assert set(cluster.fetched()) == {"peer"}
 
 
 def test_lost_ranks_are_made_again_from_parity_that_is_kept_there(cluster: Cluster) -> None:
     cluster.options = {**COPIED, "peers": {"data": 2, "parity": 2}}
     _, step = newer_in_memory(cluster, 0, 1, 2, 3)
-    cluster.kill(0, 2)
-    cluster.hang_up()
-    decision = cluster.start(4, 5)
-    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    cluster.lose(0, 2)
+    assert cluster.restart(4, 5)["step"] == step
     assert not cluster.fetched().get("store")
 
 
@@ -144,19 +140,16 @@ def test_who_was_asked_hears_the_outcome_also_where_the_answer_came_too_late(is_
 
 def test_who_knows_another_secret_learns_nothing_and_starts_from_the_store(cluster: Cluster) -> None:
     stored, _ = newer_in_memory(cluster, 0, 1)
-    cluster.kill(0)
-    cluster.hang_up()
+    cluster.lose(0)
     allow_reading(cluster)
     cluster.secret = secret.make_secret()
-    decision = cluster.start(2, 3)
-    assert decision.fields["candidate"]["step"] == stored
-    assert decision.fields["candidate"]["level"] == "store"
+    candidate = cluster.restart(2, 3)
+    assert (candidate["step"], candidate["level"]) == (stored, "store")
 
 
 def test_agents_that_are_gone_or_hang_keep_no_start_waiting_for_long(cluster: Cluster) -> None:
     stored, _ = newer_in_memory(cluster, 0, 1)
-    cluster.kill(0)
-    cluster.hang_up()
+    cluster.lose(0)
     os.kill(cluster.pids[1], signal.SIGSTOP)
     allow_reading(cluster)
     decision = cluster.start(2, 3)

@@ -14,14 +14,13 @@ import pytest
 
 from ckpt.agent.runtime.workers import NICE
 from ckpt.errors import AgentError, CkptError
-from ckpt.ipc import client
 from ckpt.ipc.control_page import WordKind
 from ckpt.ipc.notice_sources import Sources
 from ckpt.threads import Tasks
 from ckpt.types import Version
 from tests.agent.fake import FakeRank
-from tests.agent.node.test_agent import wait_for
-from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
+from tests.agent.node.test_agent import one_step, together, wait_for
+from tests.agent.nodes.cluster import BOUND_S, Cluster, train
 from tests.preemption.fakes import Asked, FakeService, Says, serving
 
 
@@ -62,12 +61,6 @@ def listen(cluster: Cluster, gce: Gce) -> None:
         rank.notices = Sources("given", named).fields()
 
 
-def one_step(rank: FakeRank) -> bool:
-    rank.enter(rank.step + 1)
-    rank.train(rank.step + 1)
-    return rank.boundary()
-
-
 def leave(cluster: Cluster) -> None:
     left: list[bool] = []
     while not any(left):
@@ -80,11 +73,8 @@ def leave(cluster: Cluster) -> None:
 
 def preempt(cluster: Cluster, node: int, cancel: bool = False) -> None:
     """As an operator on that node."""
-    with Tasks("tool") as tasks:
-        sock = client.connect(cluster.url, cluster.settings(node))
-        tool = client.Connection(sock, tasks, lambda message: message.close(), lambda *_: None, role="tool")
+    with cluster.tool(cluster.settings(node)) as tool:
         tool.request("preempt", {"deadline_s": 60.0, "source": "test", "cancel": cancel})
-        tool.close()
 
 
 def standing(cluster: Cluster) -> list[str]:
@@ -104,7 +94,7 @@ def test_all_ranks_of_all_nodes_leave_at_one_step_that_is_in_the_store(job: Clus
     leave(job)
     answers = together(job.job, lambda rank: rank.leave("notice"))
     assert {answer["committed"] for answer in answers} == {str(Version(job.job[0].step))}
-    assert [identity.version.step for identity in line(job.url)] == [job.job[0].step]
+    assert job.committed_steps() == [job.job[0].step]
     told = [event["message"] for event in job.job[0].events if event["name"] == "notice"]
     assert len(told) == 1
     assert "on node" not in told[0]

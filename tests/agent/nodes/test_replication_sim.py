@@ -126,9 +126,7 @@ class Schedule:
         newest = complete[-1]
         assert newest >= self.safe, f"{self.safe} was safe, {self.hit} are hit, and {newest} is left"
         missing = held.missing_ranks(newest)
-        made, error = self.fleet.rebuild(newest) if missing else ({}, "")
-        assert (sorted(made), error) == (missing, "")
-        self.fleet.check(newest, made)
+        made = self.fleet.check_rebuild(newest, *missing) if missing else {}
         for name in self.left():
             copies = self.fleet.copies[name].kept.arenas_of(newest)
             self.fleet.check(newest, dict.fromkeys(copies, name))

@@ -22,7 +22,8 @@ from ckpt.ipc.node_list import NodeAt
 from ckpt.placement.rebuild import StagedRun, Striped
 from ckpt.policy.save_options import PEER_BANDWIDTH_MIN
 from tests.agent.fake import full
-from tests.agent.nodes.cluster import Cluster, together
+from tests.agent.node.test_agent import together
+from tests.agent.nodes.cluster import Cluster
 from tests.agent.nodes.staged import Asked, Net, identity, staged
 
 PLENTY = dict.fromkeys("abcd", 1 << 40)
@@ -128,8 +129,11 @@ class Made:
         return [name for name, _ in self.events]
 
 
+Make = Callable[..., Made]
+
+
 @pytest.fixture
-def made() -> Iterator[Callable[..., Made]]:
+def made() -> Iterator[Make]:
     every: list[Made] = []
 
     def make(*holders: str) -> Made:
@@ -144,7 +148,7 @@ def made() -> Iterator[Callable[..., Made]]:
 
 @pytest.mark.parametrize("at", ["publish", "replicate"])
 def test_who_does_not_give_what_he_has_is_followed_by_who_has_it_too_and_then_gets_it_himself(
-    at: str, made: Callable[..., Made]
+    at: str, made: Make
 ) -> None:
     job = made("a", "b")
     assert job.tend(2) == ["a"]
@@ -164,7 +168,7 @@ def test_who_does_not_give_what_he_has_is_followed_by_who_has_it_too_and_then_ge
     assert not job.is_due
 
 
-def test_the_only_one_who_has_it_is_asked_again(made: Callable[..., Made]) -> None:
+def test_the_only_one_who_has_it_is_asked_again(made: Make) -> None:
     job = made("c")
     for _ in range(3):
         assert job.tend() == ["c"]
@@ -176,7 +180,7 @@ def test_the_only_one_who_has_it_is_asked_again(made: Callable[..., Made]) -> No
 
 
 def test_that_it_is_safe_again_is_said_once_each_has_its_copy_and_no_more_once_one_is_lost(
-    made: Callable[..., Made],
+    made: Make,
 ) -> None:
     job = made("a")
     assert job.tend() == ["a"]
@@ -191,7 +195,7 @@ def test_that_it_is_safe_again_is_said_once_each_has_its_copy_and_no_more_once_o
     assert job.said == [False, True, False]
 
 
-def test_what_there_is_too_little_memory_for_is_not_said_to_be_safe(made: Callable[..., Made]) -> None:
+def test_what_there_is_too_little_memory_for_is_not_said_to_be_safe(made: Make) -> None:
     job = made("a")
     job.lends = {}
     job.begin()
@@ -204,7 +208,7 @@ def test_what_fails_is_tried_again_ever_later_and_at_least_once_a_minute() -> No
 
 
 @pytest.mark.parametrize("when", ["meanwhile", "afterwards"])
-def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, made: Callable[..., Made]) -> None:
+def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, made: Make) -> None:
     job = made("a")
 
     def lose(name: str) -> None:
@@ -233,7 +237,7 @@ def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, m
 
 
 def test_a_node_that_dies_while_it_is_asked_is_done_without_where_the_others_have_all_and_else_all_are_asked_again(
-    made: Callable[..., Made],
+    made: Make,
 ) -> None:
     job = made()
     job.silent = {"b"}
@@ -244,7 +248,7 @@ def test_a_node_that_dies_while_it_is_asked_is_done_without_where_the_others_hav
     assert job.tend() == ["a"]
 
 
-def test_what_only_parity_has_is_rebuilt_first_and_again_where_that_fails(made: Callable[..., Made]) -> None:
+def test_what_only_parity_has_is_rebuilt_first_and_again_where_that_fails(made: Make) -> None:
     job = made()
     job.parity = "b"
     for error in ("there is no memory", ""):
@@ -258,7 +262,7 @@ def test_what_only_parity_has_is_rebuilt_first_and_again_where_that_fails(made: 
     assert [asked.name for asked in job.left("publish")] == ["c"]
 
 
-def test_what_an_agent_has_said_that_is_gone_meanwhile_counts_no_more(made: Callable[..., Made]) -> None:
+def test_what_an_agent_has_said_that_is_gone_meanwhile_counts_no_more(made: Make) -> None:
     job = made("a", "b")
     job.begin(2)
     job.job.survey_again()
@@ -268,7 +272,7 @@ def test_what_an_agent_has_said_that_is_gone_meanwhile_counts_no_more(made: Call
     assert job.tend(2) == ["b"]
 
 
-def test_copies_that_do_not_stay_are_made_again_only_after_a_pause(made: Callable[..., Made]) -> None:
+def test_copies_that_do_not_stay_are_made_again_only_after_a_pause(made: Make) -> None:
     job = made("a")
     for _ in range(2):
         assert job.tend() == ["a"]
@@ -281,9 +285,7 @@ def test_copies_that_do_not_stay_are_made_again_only_after_a_pause(made: Callabl
 
 
 @pytest.mark.parametrize("when", ["while they are asked", "afterwards"])
-def test_where_nobody_has_the_rest_a_memory_only_node_that_comes_is_asked_too(
-    when: str, made: Callable[..., Made]
-) -> None:
+def test_where_nobody_has_the_rest_a_memory_only_node_that_comes_is_asked_too(when: str, made: Make) -> None:
     job = made("m")
     job.begin()
     if when == "while they are asked":
@@ -297,7 +299,7 @@ def test_where_nobody_has_the_rest_a_memory_only_node_that_comes_is_asked_too(
     assert job.tend() == ["m"]
 
 
-def test_once_the_job_has_something_as_safe_nothing_is_found_any_more(made: Callable[..., Made]) -> None:
+def test_once_the_job_has_something_as_safe_nothing_is_found_any_more(made: Make) -> None:
     job = made("a")
     job.begin()
     job.task.cancel()
@@ -332,8 +334,7 @@ def test_a_coordinators_agent_that_was_started_again_goes_on_with_what_is_being_
     cluster.options = {**cluster.options, "peers": {"replicas": 2}}
     cluster.start(0, 1, 2)
     step = cluster.checkpoint("peer")
-    cluster.kill(2)
-    cluster.hang_up()
+    cluster.lose(2)
     limit(cluster, PEER_BANDWIDTH_MIN)
     decision = cluster.start(0, 1, 3)
     assert decision.fields["candidate"]["step"] == step
@@ -344,10 +345,8 @@ def test_a_coordinators_agent_that_was_started_again_goes_on_with_what_is_being_
     assert told["identity"] == decision.fields["candidate"]["identity"]
     assert told["bytes"] > full("sharded", 0).nbytes
     assert cluster.job[0].levels == {}
-    cluster.kill(1)
-    cluster.hang_up()
-    decision = cluster.start(0, 3)
-    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    cluster.lose(1)
+    assert cluster.restart(0, 3)["step"] == step
     assert set(cluster.fetched()) == {"local"}
 
 
@@ -362,10 +361,9 @@ def test_what_only_a_memory_only_node_has_is_copied_from_it_though_it_answers_a_
         node["domains"] = ["x"]  # so that all copies lie on the memory-only node
     cluster.enter()
     step = cluster.checkpoint("peer")
-    cluster.kill(1)
-    cluster.hang_up()
+    cluster.lose(1)
     limit(cluster, PEER_BANDWIDTH_MIN)
-    assert cluster.start(0, 2).fields["candidate"]["step"] == step
+    assert cluster.restart(0, 2)["step"] == step
     limit(cluster, None)
     cluster.lending[0].send_signal(signal.SIGSTOP)
     lose_the_coordinators_agent(cluster)
@@ -376,7 +374,7 @@ def test_what_only_a_memory_only_node_has_is_copied_from_it_though_it_answers_a_
     cluster.end_lending(0, signal.SIGKILL)
     cluster.hang_up()
     cluster.peers = []
-    assert cluster.start(0, 2).fields["candidate"]["step"] == step == cluster.job[0].step
+    assert cluster.restart(0, 2)["step"] == step
     assert set(cluster.fetched()) <= {"local", "peer"}  # either node may have been chosen for a copy
 
 
@@ -387,10 +385,9 @@ def test_what_only_parity_has_after_the_coordinators_agent_died_is_made_again_an
     cluster.start(0, 1, 2, 3)
     step = cluster.checkpoint("peer")
     cluster.hang_up()
-    assert cluster.start(0, 1, 2, 3).fields["candidate"]["step"] == step
+    assert cluster.restart(0, 1, 2, 3)["step"] == step
     lose_the_coordinators_agent(cluster)
     cluster.await_event("replica.restored")
-    cluster.kill(1, 2)
-    cluster.hang_up()
-    assert cluster.start(0, 3).fields["candidate"]["step"] == step == cluster.job[0].step
+    cluster.lose(1, 2)
+    assert cluster.restart(0, 3)["step"] == step
     assert "store" not in cluster.fetched()

@@ -46,7 +46,7 @@ def test_a_job_that_is_started_again_has_all_its_slots_again_once_it_has_saved(
     for _ in range(2):
         cluster.hang_up()
         step = cluster.job[0].step
-        assert cluster.start(*spread).fields["candidate"]["step"] == step
+        assert cluster.restart(*spread)["step"] == step
         assert cluster.await_event("memory.plan")["slots"] == (1 if slots > 4 else 0), "it was planned around it"
         cluster.await_status(0, lambda status: slots_of(status) > 0)
         cluster.checkpoint("local", "store")
@@ -63,13 +63,12 @@ def test_where_there_is_no_room_for_copies_what_was_safe_before_stays_until_the_
     step = cluster.checkpoint("peer")
     limit(cluster, 4.5)
     cluster.hang_up()
-    assert cluster.start(0, 1).fields["candidate"]["step"] == step
+    assert cluster.restart(0, 1)["step"] == step
     assert not all_kept(cluster.await_event("replication.placed"))
     assert cluster.checkpoint("local") > step
     cluster.await_event("commit.failed")
-    cluster.kill(1)
-    cluster.hang_up()
-    assert cluster.start(0, 2).fields["candidate"]["step"] == step
+    cluster.lose(1)
+    assert cluster.restart(0, 2)["step"] == step
 
 
 def test_nodes_that_are_started_again_keep_each_others_copies_again_once_what_was_in_the_way_has_gone(

@@ -3,8 +3,8 @@ and not where that only lost its connection for a moment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +25,7 @@ from ckpt.errors import AgentError
 from ckpt.types import Epoch, Identity, Version
 from tests.agent.node.test_inventory_lease import Later
 from tests.agent.nodes.cluster import Cluster
-from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of
+from tests.agent.nodes.test_hostile_peers import MakeLiar, liar, node_of
 from tests.agent.nodes.test_permissions import ask, at_work, held
 from tests.agent.parts import bare_context
 
@@ -116,7 +116,7 @@ def test_what_was_read_for_a_start_goes_unless_its_coordinator_is_connected() ->
 
 
 def test_what_a_real_agent_serves_for_a_start_it_serves_until_that_has_come_to_nothing(
-    at_work: Cluster, liar: Callable[..., Liar]
+    at_work: Cluster, liar: MakeLiar
 ) -> None:
     starting, node = liar("starting"), node_of(at_work, 1)
     newest = held(starting, node).complete_checkpoints()[-1]
@@ -133,7 +133,7 @@ def test_what_a_real_agent_serves_for_a_start_it_serves_until_that_has_come_to_n
         ).completion
         return done.exception(60)
 
-    try:
+    with closing(transport):
         assert isinstance(fetched(), AgentError)
         starting.say(node, {"t": "publish", "identity": str(newest), "ranks": [1]}, [described.frames.encode()])
         starting.alive(node)
@@ -141,5 +141,3 @@ def test_what_a_real_agent_serves_for_a_start_it_serves_until_that_has_come_to_n
         starting.say(node, {"t": "start-outcome", "epoch": None}, [])
         starting.alive(node)
         assert isinstance(fetched(), AgentError)
-    finally:
-        transport.close()

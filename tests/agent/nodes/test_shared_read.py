@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ from ckpt.errors import AgentError
 from ckpt.threads import Tasks
 from ckpt.types import Identity
 from tests.agent.fake import FakeRank
-from tests.agent.nodes.cluster import BOUND_S, Cluster, together
+from tests.agent.node.test_agent import together
+from tests.agent.nodes.cluster import BOUND_S, Cluster
 from tests.storage.tiny import TinyS3, tiny
 
 STATE_BYTES = 2 * 512 * 300 * 4
@@ -53,6 +55,14 @@ def read(store: TinyS3) -> int:
     return found
 
 
+def check(candidate: dict[str, Any], step: int, lost_bytes: int, cluster: Cluster, store: TinyS3) -> None:
+    """That step came back: what was lost of it left the store once, and all the rest came from memory."""
+    assert (candidate["step"], candidate["level"]) == (step, "store")
+    assert lost_bytes <= read(store) <= lost_bytes + SLACK_BYTES
+    fetched = cluster.fetched()
+    assert fetched["local"] + fetched["peer"] >= STATE_BYTES - lost_bytes
+
+
 @pytest.mark.parametrize("spread", [(0, 1, 2), (0, 0, 1, 1), (0, 0, 1, 2, 3)])
 def test_a_state_leaves_the_store_once_whatever_the_number_of_nodes(
     spread: tuple[int, ...], cluster: Cluster, store: TinyS3
@@ -60,13 +70,8 @@ def test_a_state_leaves_the_store_once_whatever_the_number_of_nodes(
     """Of the state one half is the same on all ranks, and wanted by all; the other is sharded."""
     step = lose_memory(cluster, 0, 1, 2)
     read(store)
-    decision = cluster.start(*spread)
-    assert decision.fields["candidate"] == {**decision.fields["candidate"], "step": step, "level": "store"}
-    assert {rank.step for rank in cluster.job} == {step}
-    left = read(store)
-    assert STATE_BYTES <= left <= STATE_BYTES + SLACK_BYTES
-    fetched = cluster.fetched()
-    assert set(fetched) == {"store", "peer"}
+    check(cluster.restart(*spread), step, STATE_BYTES, cluster, store)
+    assert set(cluster.fetched()) == {"store", "peer"}
     assert cluster.checkpoint("store") > step
     cluster.finish()
 
@@ -80,10 +85,9 @@ def lose_a_node(cluster: Cluster, node: int, damaged: int | None = None) -> tupl
     version = cluster.save("store")
     staged = [rank.plan.declaration.staging.data_bytes for rank in cluster.job if rank.plan is not None]
     assert sum(staged) == STATE_BYTES
-    for arena in cluster.job[damaged].slots.values() if damaged is not None else ():
-        arena.data(0, 1000)[:] = bytes(range(250)) * 4
-    cluster.kill(node)
-    cluster.hang_up()
+    if damaged is not None:
+        cluster.damage(damaged)
+    cluster.lose(node)
     return version.step, staged
 
 
@@ -96,12 +100,7 @@ def test_of_a_checkpoint_that_memory_has_a_part_of_only_the_rest_leaves_the_stor
 ) -> None:
     step, staged = lose_a_node(cluster, gone)
     read(store)
-    decision = cluster.start(*spread)
-    assert decision.fields["candidate"] == {**decision.fields["candidate"], "step": step, "level": "store"}
-    assert {rank.step for rank in cluster.job} == {step}
-    assert staged[gone] <= read(store) <= staged[gone] + SLACK_BYTES
-    fetched = cluster.fetched()
-    assert fetched["local"] + fetched["peer"] >= sum(staged) - staged[gone]
+    check(cluster.restart(*spread), step, staged[gone], cluster, store)
     assert cluster.checkpoint("store") > step
     cluster.finish()
 
@@ -112,8 +111,7 @@ def test_a_part_in_memory_that_is_damaged_there_comes_from_the_store(
 ) -> None:
     step, staged = lose_a_node(cluster, 1, damaged)
     read(store)
-    cluster.start(0, 3, 2)
-    assert {rank.step for rank in cluster.job} == {step}
+    assert cluster.restart(0, 3, 2)["step"] == step
     assert read(store) >= staged[1] + staged[damaged]
     cluster.finish()
 
@@ -137,19 +135,13 @@ def test_what_parity_can_make_again_of_a_part_is_made_and_only_what_is_lost_leav
 ) -> None:
     """`news`: nodes that have nothing; with none of them the one that is left is a job of one node."""
     step, staged, beyond, (gone, left) = in_pairs(cluster)
-    cluster.kill(*beyond, gone)
-    cluster.hang_up()
-    lost, whole = sum(staged[node] for node in beyond), sum(staged)
+    cluster.lose(*beyond, gone)
     read(store)
     cluster.connect(left, *range(4, 4 + news))
     if not news:
         cluster.job[0].nodes = []
-    decision = cluster.enter()
-    assert decision.fields["candidate"] == {**decision.fields["candidate"], "step": step, "level": "store"}
-    assert {rank.step for rank in cluster.job} == {step}
-    assert lost <= read(store) <= lost + SLACK_BYTES
-    fetched = cluster.fetched()
-    assert fetched["local"] + fetched["peer"] >= whole - lost
+    lost_bytes = sum(staged[node] for node in beyond)
+    check(cluster.enter().fields["candidate"], step, lost_bytes, cluster, store)
     assert cluster.checkpoint("store") > step
     told = {each["name"] for each in cluster.job[0].events}
     assert told.isdisjoint({"restore.lost", "replica.restored"}), "nothing is lost, and copies of a part are of no use"
@@ -161,17 +153,10 @@ def test_of_what_turns_out_not_to_be_whole_in_memory_the_rest_is_taken_from_ther
 ) -> None:
     """One node of each pair is lost, and made good; then what another one has is seen to be damaged."""
     step, staged, pair, other = in_pairs(cluster)
-    for arena in cluster.job[pair[0]].slots.values():
-        arena.data(0, 1000)[:] = bytes(range(250)) * 4
-    cluster.kill(pair[1], other[1])
-    cluster.hang_up()
+    cluster.damage(pair[0])
+    cluster.lose(pair[1], other[1])
     read(store)
-    decision = cluster.start(pair[0], other[0])
-    assert decision.fields["candidate"] == {**decision.fields["candidate"], "step": step, "level": "store"}
-    assert {rank.step for rank in cluster.job} == {step}
-    assert staged[pair[0]] <= read(store) <= staged[pair[0]] + SLACK_BYTES
-    fetched = cluster.fetched()
-    assert fetched["local"] + fetched["peer"] >= sum(staged) - staged[pair[0]]
+    check(cluster.restart(pair[0], other[0]), step, staged[pair[0]], cluster, store)
     cluster.finish()
 
 
@@ -182,8 +167,7 @@ def test_where_a_users_limit_leaves_no_memory_to_read_for_others_each_node_reads
     read(store)
     limits = {"memory": 200 << 20, "bandwidth": None, "peer_bandwidth": None}  # less than the window alone may take
     cluster.options = {**cluster.options, "limits": limits}
-    cluster.start(0, 1, 2)
-    assert {rank.step for rank in cluster.job} == {step}
+    assert cluster.restart(0, 1, 2)["step"] == step
     assert set(cluster.fetched()) == {"store"}
     assert read(store) > 1.5 * STATE_BYTES, "one half of it is wanted by all three"
     for rank in cluster.job:

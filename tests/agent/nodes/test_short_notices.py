@@ -15,9 +15,8 @@ from ckpt.errors import AgentError
 from ckpt.ipc.notice_sources import Sources
 from ckpt.threads import Tasks
 from ckpt.types import Version
-from tests.agent.node.test_agent import wait_for
-from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
-from tests.agent.nodes.test_relayed_notices import one_step
+from tests.agent.node.test_agent import one_step, together, wait_for
+from tests.agent.nodes.cluster import BOUND_S, Cluster, train
 
 STORE = 2e5  # bytes a second of each agent's
 
@@ -73,7 +72,7 @@ def test_where_a_commit_takes_too_long_the_node_that_stays_has_the_last_step_and
         assert told["committed_step"] == first
         assert told["left_s"] > 0
         assert here.result(BOUND_S)["committed"] == str(Version(step))
-    assert [identity.version.step for identity in line(cluster.url)] == [first, step]
+    assert cluster.committed_steps() == [first, step]
 
 
 def test_where_it_is_the_coordinators_own_node_that_goes_the_other_one_commits_the_last_step(
@@ -92,8 +91,8 @@ def test_where_it_is_the_coordinators_own_node_that_goes_the_other_one_commits_t
             with pytest.raises(AgentError):
                 each.result(BOUND_S)
     cluster.hang_up()
-    wait_for(lambda: len(line(cluster.url)) > 1)
-    assert [identity.version.step for identity in line(cluster.url)] == [first, step]
+    wait_for(lambda: len(cluster.committed_steps()) > 1)
+    assert cluster.committed_steps() == [first, step]
 
 
 def test_a_commit_under_way_is_broken_off_on_all_nodes_for_the_last_one_which_is_there_in_time_then(
@@ -116,4 +115,4 @@ def test_a_commit_under_way_is_broken_off_on_all_nodes_for_the_last_one_which_is
             found = answer.result(BOUND_S)
             assert (found["committed"], found["error"]) == (str(Version(step)), None)
     assert not cluster.job[0].wait_level(Version(given_up, 1), "store")
-    assert [identity.version.step for identity in line(cluster.url)] == [first, step]
+    assert cluster.committed_steps() == [first, step]
