@@ -242,17 +242,6 @@ def test_who_asks_again_for_what_is_on_its_way_hears_when_it_is_there_or_that_it
     assert held.kept() == ({(1, 0)} if comes else set())
 
 
-def test_attempts_that_fail_do_not_pile_up_and_the_newest_that_is_safe_stays(held: Held) -> None:
-    assert held.copy(identity(5)) == ""
-    held.keeper.evict_older_than(identity(5))
-    for step in range(10, 100, 5):
-        assert held.copy(identity(step), broken=[1], safe=identity(5))
-        assert held.kept() == {(5, 0), (5, 1), (step, 0)}
-    assert held.copy(identity(100), safe=identity(5)) == ""
-    held.keeper.evict_older_than(identity(100))
-    assert held.kept() == {(100, 0), (100, 1)}
-
-
 @pytest.mark.parametrize("room", [2, 1])
 def test_what_was_safe_stays_at_a_node_that_was_away_when_something_newer_became_so_until_it_has_its_part_of_the_next(
     held: Held, room: int
