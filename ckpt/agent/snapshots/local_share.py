@@ -177,6 +177,8 @@ class LocalShare:
         that it has; the others are sent to it again. Errors: AgentError."""
         if len(slots) != len(fds) or not set(slots) <= set(range(SLOTS_MAX)):
             raise AgentError(f"rank {rank} names {len(slots)} arenas and hands over {len(fds)}")
+        # Whatever is granted before `connect_rank` would be lost with the former connection.
+        self.peers.pop(rank, None)
         self._sent_arenas = {each for each in self._sent_arenas if each[1] != rank}
         for slot in slots if is_new else ():
             arena = Arena.adopt(fds.pop(0))

@@ -129,3 +129,16 @@ def test_what_a_start_takes_for_a_while_leaves_the_slots_that_are_to_be_their_ro
     assert plan.slots == slots
     room_bytes = share.restore_budget_bytes(1 << 30, slots, 8 << 30)
     assert room_bytes + plan.slots * plan.slot_bytes + WINDOW_BYTES == 8 << 30
+
+
+def test_a_slot_that_is_granted_while_a_rank_comes_back_is_sent_to_its_new_connection(share: LocalShare) -> None:
+    """A node's agent takes the rank's arenas at once, and its connection when the coordinator has answered."""
+    share.arenas[0] = staged(identity(5), 1)
+    granted: list[tuple[str, int]] = []
+    for name in ("former", "new"):
+        note = lambda fields, fds, name=name: granted.append((name, len(fds)))  # noqa: E731
+        share.take_arenas(0, [], [], is_new=False)
+        share.offer_slot(0, "division")
+        share.peers[0] = cast(Peer, SimpleNamespace(send=note))
+        share.offer_slot(0, "division")
+    assert granted == [("former", 1), ("new", 1)]
