@@ -155,8 +155,10 @@ class LocalShare:
         self.progress.advance()
 
     def offer_slot(self, slot: int, division: str) -> None:
-        """Sends each rank its arena of the slot, to bind for that division."""
+        """Sends each connected rank its arena of the slot, to bind for that division."""
         for rank, peer in self.peers.items():
+            if not peer.is_open:  # the rank may be coming back: `connect_rank` brings its new connection
+                continue
             arena = self.arenas[slot][rank]
             new = (slot, rank) not in self._sent_arenas
             self._sent_arenas.add((slot, rank))
@@ -177,8 +179,6 @@ class LocalShare:
         that it has; the others are sent to it again. Errors: AgentError."""
         if len(slots) != len(fds) or not set(slots) <= set(range(SLOTS_MAX)):
             raise AgentError(f"rank {rank} names {len(slots)} arenas and hands over {len(fds)}")
-        # Whatever is granted before `connect_rank` would be lost with the former connection.
-        self.peers.pop(rank, None)
         self._sent_arenas = {each for each in self._sent_arenas if each[1] != rank}
         for slot in slots if is_new else ():
             arena = Arena.adopt(fds.pop(0))

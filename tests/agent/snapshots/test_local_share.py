@@ -139,6 +139,8 @@ def test_a_slot_that_is_granted_while_a_rank_comes_back_is_sent_to_its_new_conne
         note = lambda fields, fds, name=name: granted.append((name, len(fds)))  # noqa: E731
         share.take_arenas(0, [], [], is_new=False)
         share.offer_slot(0, "division")
-        share.peers[0] = cast(Peer, SimpleNamespace(send=note))
+        peer = SimpleNamespace(send=note, is_open=True)
+        share.peers[0] = cast(Peer, peer)
         share.offer_slot(0, "division")
+        peer.is_open = False  # as the rank's next connection does
     assert granted == [("former", 1), ("new", 1)]
